@@ -28,6 +28,7 @@ from quire.engine.types import Constraint, EngineInfo, Event, Request, Vocabular
 from quire.observe.errors import BadModelFile, BadRequest
 
 if TYPE_CHECKING:
+    from quire.chat.shifting import ShiftingClient
     from quire.chat.tools.check import Score
     from quire.chat.tools.types import Format, Reading, Tools
 
@@ -212,6 +213,10 @@ class Completer:
         generation.sampling.validate(self.info.vocab_size)
         if generation.constraint is not None:
             check_constraint(generation.constraint, generation.sampling, self.tokenizer.eos_ids)
+        if generation.shift is not None:
+            generation.shift.check(len(generation.prompt))
+            if generation.constraint is not None:  # a new part would begin the grammar anew
+                raise BadRequest("an answer that is held to a grammar cannot go on past the context", param="shift")
         prompt, context = generation.prompt, self.info.context
         if not prompt:
             raise BadRequest("the prompt is empty: at least one token is needed", param="prompt")
@@ -235,15 +240,23 @@ class Completer:
         reading = generation.reading
         keep = self._kept() if reading is not None else frozenset[int]()
         choices = {r.id: ChoiceStream(r.index, self.tokenizer, generation.sampling, reading, keep) for r in requests}
-        async with aclosing(_merged(self.client, requests)) as events:
+        client = self._client_for(generation)
+        async with aclosing(_merged(client, requests)) as events:
             async for event in events:
                 choice = choices[event.id]
                 before = choice.stopped
                 chunks = choice.chunks(event)
                 if choice.stopped and not before and event.finish is None:
-                    self.client.abort(event.id)  # its last event brings the receipt
+                    client.abort(event.id)  # its last event brings the receipt
                 for chunk in chunks:
                     yield chunk
+
+    def _client_for(self, generation: Generation) -> EngineClient | ShiftingClient:
+        if generation.shift is None:
+            return self.client
+        from quire.chat.shifting import ShiftingClient
+
+        return ShiftingClient(self.client, generation.shift)
 
     async def complete(self, generation: Generation) -> list[Choice]:
         """Whole answers, in the order of their index."""
@@ -369,7 +382,7 @@ def gathered_calls(chunks: Iterable[Chunk]) -> list[Call]:
     return [Call(id, name, "".join(parts)) for _, (id, name, parts) in sorted(made.items())]
 
 
-async def _merged(client: EngineClient, requests: list[Request]) -> AsyncGenerator[Event, None]:
+async def _merged(client: EngineClient | ShiftingClient, requests: list[Request]) -> AsyncGenerator[Event, None]:
     """Events of several requests as they come. The first failure ends them all, and so does leaving."""
     if len(requests) == 1:  # no task, no queue: one token costs one step of the loop
         async with aclosing(client.generate(requests[0])) as events:

@@ -73,13 +73,13 @@ class EventStream(Response):
     waiting = b": waiting\n\n"  # a comment keeps proxies from closing the connection
     done = DONE
 
-    def __init__(self, feed: Feed, encoder: Encoder):
+    def __init__(self, feed: Feed, encoder: Encoder, headers: Mapping[str, str] | None = None):
         self.feed = feed
         self.encoder = encoder
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.init_headers(HEADERS)
+        self.init_headers({**HEADERS, **(headers or {})})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,6 +9,7 @@ never taught tools would write a call that looks right and is not. Knows neither
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -184,10 +185,8 @@ def _call(call: Any) -> str:
         raise BadRequest("tool_calls: a call has a function with a name", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # what the model wrote wrong, it sees as it was
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            pass  # the model wrote it, and sees it as it was
     return _as_json({"name": function["name"], "arguments": {} if arguments is None else arguments})
 
 

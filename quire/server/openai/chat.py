@@ -24,12 +24,13 @@ from quire.server.feed import Feed, News
 from quire.server.replies import EventStream
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import bodies, conversation
+from quire.server.shared import bodies, conversation, fitting
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import Envelope, Pace, Partial, Usage, collect, envelope, merged, receipt_body, timings
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
+from quire.server.shared.fitting import HEADER, Fit, last_tokens
 from quire.server.shared.messages import ChatMessage, turns
 from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import NO_TOOLS, NOTHING, Raw, at, openai_choice, openai_tools
@@ -59,6 +60,7 @@ class ChatRequest(Sampling, kw_only=True):
     timings_per_token: bool | None = None
     service_tier: str | None = None
     prediction: msgspec.Raw = msgspec.Raw()
+    truncation: str | None = None  # Quire's own here, the name that the Responses API has
 
     @property
     def tells_reasoning(self) -> bool:
@@ -99,7 +101,7 @@ def register(app: FastAPI, server: Server) -> None:
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
         said = _conversation(served, asked)
-        prompt = await conversation.encode(served, said)
+        prompt = await _prompt(served, asked, said, sampling.max_tokens)
         max_param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
         check_prompt(served, prompt, sampling.max_tokens, "messages", max_param)
         made = generation(asked, prompt, sampling)
@@ -108,9 +110,11 @@ def register(app: FastAPI, server: Server) -> None:
         feed = Feed(served, [made], request.receive, arrived)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = envelope(served, asked, "chatcmpl", kind)
+        headers = None if said.dropped is None else {HEADER: said.dropped.header}
         if asked.stream:
-            return EventStream(feed, Stream(asked, head, prompt, sampling.n, said.notes))
-        return Response(await whole(feed, asked, head, prompt, said.notes), media_type="application/json")
+            return EventStream(feed, Stream(asked, head, prompt, sampling.n, said.told()), headers)
+        body = await whole(feed, asked, head, prompt, said.told())
+        return Response(body, media_type="application/json", headers=headers)
 
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
 
@@ -179,6 +183,20 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
     )
 
 
+async def _prompt(served: Served, asked: ChatRequest, said: Conversation, answer: int | None) -> list[int]:
+    """Tokens of the conversation, cut where the request asks for that."""
+    if asked.truncation not in (None, "auto", "disabled"):
+        raise BadRequest("truncation must be auto or disabled", param="truncation")
+    fit = Fit("truncation", answer) if asked.truncation == "auto" else None
+    if fit is not None and asked.truncate_prompt_tokens is not None:
+        raise BadRequest("truncation and truncate_prompt_tokens both say what is cut: send one", param="truncation")
+    tokens = await (conversation.encode(served, said) if fit is None else fitting.encode(served, said, fit))
+    if asked.truncate_prompt_tokens is not None:
+        tokens, said.dropped = last_tokens(served, tokens, asked.truncate_prompt_tokens, asked.truncation_side, answer)
+        said.notes += [] if said.dropped is None else [said.dropped.note]
+    return tokens
+
+
 def _tools(asked: ChatRequest) -> Tools:
     if asked.tools is None and asked.tool_choice is NOTHING:
         return NO_TOOLS
@@ -219,7 +237,7 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     return body
 
 
-async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int], notes: list[str]) -> bytes:
+async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int], told: dict[str, Any]) -> bytes:
     """The answer as one body."""
     choices, prompt_logprobs = await collect(feed)
     usage = Usage([len(prompt)])
@@ -244,7 +262,7 @@ async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int
         more["prompt_token_ids"] = prompt
     if asked.timings_per_token:
         more["timings"] = timings(choices[0, 0].receipt)
-    told: dict[str, Any] = {"notes": notes} if notes else {}
+    told = dict(told)
     if asked.receipts:
         told["receipts"] = [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]
     if told:
@@ -256,11 +274,11 @@ class Stream:
     """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for. The first chunk has the
     notes on the request."""
 
-    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int, notes: list[str]):
+    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int, told: dict[str, Any]):
         self.asked = asked
         self.head = head
         self.prompt = prompt
-        self.notes = notes
+        self.told = told
         self.usage = Usage([len(prompt)])
         self.said = [Partial() for _ in range(n)]
         self.paces = [Pace() for _ in range(n)]
@@ -270,7 +288,7 @@ class Stream:
     def opening(self) -> Iterable[object]:
         more = self.more | ({"prompt_token_ids": self.prompt} if self.asked.return_token_ids else {})
         for index in range(len(self.said)):
-            told = {"quire": {"notes": self.notes}} if self.notes and index == 0 else {}
+            told = {"quire": self.told} if self.told and index == 0 else {}
             yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more, **told)
 
     def news(self, items: list[News]) -> Iterable[object]:
@@ -362,6 +380,7 @@ COMPAT = (
                     "documents": "of a model whose template has a place for them",
                     "timings_per_token": "llama.cpp's `timings`",
                     "service_tier": "`auto` or `default`",
+                    "truncation": "Quire's here: `auto` leaves out the oldest turns of a conversation that does not fit, and tells",
                     "prediction": "checked and not used; the usage says so",
                 },
             ),

@@ -30,6 +30,7 @@ from quire.server.shared.answers import MAX_CHOICES, Envelope, Usage, envelope, 
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, Dropped, last_tokens
 from quire.server.shared.infill import gap
 from quire.server.shared.sampling import Sampling, generation
 
@@ -57,7 +58,8 @@ class Prompt:
     """A prompt in both its forms."""
 
     tokens: list[int]
-    text: str | None  # as the client wrote it; None when it sent tokens
+    text: str | None  # as the client wrote it; None when it sent tokens, or when some of it was left out
+    dropped: Dropped | None = None  # what was
 
 
 def register(app: FastAPI, server: Server) -> None:
@@ -86,8 +88,12 @@ def register(app: FastAPI, server: Server) -> None:
         for i, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             ids = await _encoded(served, asked, prompt, param)
+            ids, dropped = last_tokens(
+                served, ids, asked.truncate_prompt_tokens, asked.truncation_side, sampling.max_tokens
+            )
             check_prompt(served, ids, sampling.max_tokens if asked.max_tokens else None, param, "max_tokens")
-            encoded.append(Prompt(ids, prompt if isinstance(prompt, str) else None))
+            text = prompt if isinstance(prompt, str) and dropped is None else None
+            encoded.append(Prompt(ids, text, dropped))
         if asked.max_tokens is None:  # a default never refuses a prompt that leaves less room than itself
             room = [min(DEFAULT_MAX_TOKENS, served.info.context - len(p.tokens)) for p in encoded]
         else:
@@ -98,9 +104,10 @@ def register(app: FastAPI, server: Server) -> None:
         ]
         feed = Feed(served, generations, request.receive, arrived)
         answer = _Answer(served, asked, envelope(served, asked, "cmpl", "text_completion"), encoded, score_only)
+        headers = next(({HEADER: p.dropped.header} for p in encoded if p.dropped is not None), None)
         if asked.stream:
-            return EventStream(feed, answer)
-        return Response(await _whole(feed, answer), media_type="application/json")
+            return EventStream(feed, answer, headers)
+        return Response(await _whole(feed, answer), media_type="application/json", headers=headers)
 
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
 
@@ -203,6 +210,8 @@ class _Answer:
             for _ in range(len(prompts) * self.n)
         ]
         self.more: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
+        dropped = [p.dropped.body() | {"prompt": i} for i, p in enumerate(prompts) if p.dropped is not None]
+        self.told: dict[str, Any] = {"dropped": dropped} if dropped else {}
 
     def opening(self) -> Iterable[object]:
         return ()
@@ -210,10 +219,10 @@ class _Answer:
     def news(self, items: list[News]) -> Iterable[object]:
         for prompt, chunk in items:
             for item, receipt in self.take(prompt, chunk):
+                told, self.told = self.told, {}  # the first chunk says what was left out
                 if receipt is not None and self.asked.receipts:
-                    yield self.head.wrap([item], **self.more, quire={"receipts": [receipt]})
-                else:
-                    yield self.head.wrap([item], **self.more)
+                    told["receipts"] = [receipt]
+                yield self.head.wrap([item], **self.more, **({"quire": told} if told else {}))
 
     def closing(self) -> Iterable[object]:
         if self.asked.wants_usage:
@@ -313,7 +322,9 @@ async def _whole(feed: Feed, answer: _Answer) -> bytes:
     more: dict[str, Any] = {"usage": answer.usage.body()}
     if answer.asked.receipts:
         by_index = {r["index"]: r for r in receipts}
-        more["quire"] = {"receipts": [by_index[i] | {"index": index} for index, i in enumerate(kept)]}
+        answer.told["receipts"] = [by_index[i] | {"index": index} for index, i in enumerate(kept)]
+    if answer.told:
+        more["quire"] = answer.told
     return msgspec.json.encode(answer.head.wrap(body, **more))
 
 

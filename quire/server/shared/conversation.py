@@ -25,6 +25,7 @@ from quire.server.shared.tools import NO_TOOLS, check_name, shown, told_in_words
 
 if TYPE_CHECKING:
     from quire.chat.tools.types import Reading
+    from quire.server.shared.fitting import Dropped
 
 MAX_TURNS = 20_000
 MAX_CALLS = 1024  # in one turn
@@ -56,7 +57,15 @@ class Conversation:
     generation_prompt: bool = True  # ends with the beginning of an answer
     continues: bool = False  # the answer goes on with the last turn, which is the assistant's
     documents: list[dict[str, Any]] | None = None
-    notes: list[str] = field(default_factory=list)  # what became of it on its way into the prompt, for the answer to tell
+    notes: list[str] = field(
+        default_factory=list
+    )  # what became of it on its way into the prompt, for the answer to tell
+    dropped: Dropped | None = None  # what was left out to make it fit
+
+    def told(self) -> dict[str, Any]:
+        """Quire's own fields of an answer about all this."""
+        made: dict[str, Any] = {"notes": self.notes} if self.notes else {}
+        return made if self.dropped is None else made | {"dropped": self.dropped.body()}
 
 
 class History:
@@ -258,7 +267,7 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
     if said.tools.tools:
         tools = shown(said.tools)
         check_text(served, msgspec.json.encode(tools).decode(), "tools")
-    check_text(served, "".join(_texts(said.turns)), param)
+    check_text(served, "".join(texts(said.turns)), param)
     kwargs: dict[str, Any] = dict(said.kwargs)
     if tools is not None:
         kwargs["tools"] = tools
@@ -270,7 +279,7 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
                 param="documents",
                 code="unsupported_parameter",
             )
-        check_text(served, "".join(_texts(said.documents)), "documents")
+        check_text(served, "".join(texts(said.documents)), "documents")
         kwargs["documents"] = said.documents
     if said.continues:
         kwargs["continue_final_message"] = True
@@ -294,13 +303,13 @@ async def answering(
     return await served.completer.answering(prompt, tools, answer)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
     """Every text in plain values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _texts(item)
+            yield from texts(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from texts(item)

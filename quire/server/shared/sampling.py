@@ -150,6 +150,8 @@ class Sampling(Structured, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     receipts: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def params(self, vocab_size: int, **more: Any) -> SamplingParams:
         """SamplingParams, range-checked. `more` overrides what the request says."""

@@ -47,6 +47,7 @@ from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import SAMPLING, Absent, Endpoint, Fields
+from quire.server.shared.fitting import HEADER
 
 PATH = "/v1/responses"
 log = logging.getLogger("quire.server")
@@ -118,14 +119,14 @@ class _Responses:
             return Listening(run) if asked.stream else reply(answer.body())
         feed = Feed(served, [generation], request.receive, arrived)
         if asked.stream:
-            return _Events(feed, answer, keep)
+            return _Events(feed, answer, keep, _headers(ready))
         async with feed:
             _spend(answer.opening())
             async for items in feed.batches():
                 _spend(answer.news(items))
             _spend(answer.closing())
         await keep()
-        return reply(answer.body())
+        return reply(answer.body(), headers=_headers(ready))
 
     async def count(self, request: Request) -> Response:
         asked = parse_count(await read_json(request))
@@ -197,8 +198,8 @@ class _Events(EventStream):
     frame = staticmethod(named_event)
     done = b""
 
-    def __init__(self, feed: Feed, answer: Answer, keep: Any):
-        super().__init__(feed, answer)
+    def __init__(self, feed: Feed, answer: Answer, keep: Any, headers: dict[str, str] | None):
+        super().__init__(feed, answer, headers)
         self.answer = answer
         self.keep = keep
 
@@ -260,7 +261,7 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
         "tools": ready.tools.told,
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         **({} if asked.user is None else {"user": asked.user}),
         **_without_effect(ready),
     }
@@ -269,8 +270,14 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
 def _without_effect(ready: Prepared) -> dict[str, Any]:
     """What the request asked for and got nothing of, and what became of its conversation, for the answer; no word of it where there is
     nothing."""
-    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()] + ready.notes
-    return {"quire": {"notes": notes}} if notes else {}
+    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()]
+    told = ready.said.told()
+    told |= {"notes": [*notes, *ready.said.notes]} if notes else {}
+    return {"quire": told} if told else {}
+
+
+def _headers(ready: Prepared) -> dict[str, str] | None:
+    return None if ready.said.dropped is None else {HEADER: ready.said.dropped.header}
 
 
 def _spend(events: Any) -> None:
@@ -292,7 +299,7 @@ _NOTES = SAMPLING | {
     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced; a web search cannot be demanded",
     "parallel_tool_calls": "false: at most one call, enforced",
     "reasoning": "`effort` as the template can be told it, `summary` auto or detailed; where the model has no place for them the answer says so",
-    "truncation": "only disabled: nothing is ever cut",
+    "truncation": "`auto` leaves out the oldest items of a conversation that does not fit, and tells; `disabled` refuses it",
     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
     "top_logprobs": "0 to 20; needs `include`",
