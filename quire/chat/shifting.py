@@ -17,6 +17,7 @@ from quire.engine.transport.client import EngineClient
 from quire.engine.types import Event, Receipt, Request
 from quire.observe.errors import BadRequest
 
+FULL_CONTEXTS = 10  # that an answer without a bound may fill, as with Ollama
 _STEP = 0x9E3779B97F4A7C15  # between the seeds of parts
 _MASK = (1 << 63) - 1
 
@@ -70,7 +71,8 @@ class ShiftingClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of the request, as if there were one context without an end."""
-        wanted, tokens = request.sampling.max_tokens or 0, list(request.tokens)
+        most = request.sampling.max_tokens
+        wanted, tokens = FULL_CONTEXTS * self._shift.context if most is None else most, list(request.tokens)
         made = parts = gone = 0
         total = Receipt()
         while True:

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.chat.shifting import Shift
+from quire.chat.shifting import FULL_CONTEXTS, Shift
 from quire.chat.types import Chunk, Generation, TokenLogprob
 from quire.config import VERSION
 from quire.engine.constraints.grammar import GBNF, JSON_SCHEMA
@@ -32,8 +32,8 @@ from quire.server.shared import bodies
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import WHY, Absent, Endpoint, Fields
-from quire.server.shared.conversation import check_prompt, encode_text
-from quire.server.shared.fitting import FULL_CONTEXTS, HEADER, Dropped, Fit, shifted_note, without_middle
+from quire.server.shared.conversation import Dropped, check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, Fit, shifted_note, without_middle
 from quire.server.shared.infill import gap
 from quire.server.shared.sampling import sampling
 

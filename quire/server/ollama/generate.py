@@ -34,8 +34,8 @@ from quire.server.shared import conversation, fitting
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import Calls, Partial, receipt_body
 from quire.server.shared.compat import Endpoint, Fields
-from quire.server.shared.conversation import Conversation, check_prompt, encode_text
-from quire.server.shared.fitting import FULL_CONTEXTS, HEADER, Dropped, Fit, shifted_note
+from quire.server.shared.conversation import Conversation, Dropped, check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, Fit, shifted_note
 from quire.server.shared.infill import gap
 from quire.server.shared.tools import NO_TOOLS, choose, openai_tools
 from quire.weights.store.manifest import Defaults
@@ -310,7 +310,7 @@ class _Lines:
             self.notes.append("shift: the answer is held to a grammar, so it ends where the context does")
             return made
         asked = requests.whole("num_predict", options.num_predict)
-        most = asked if asked is not None and asked > 0 else FULL_CONTEXTS * shift.context
+        most = asked if asked is not None and asked > 0 else None
         return replace(made, sampling=msgspec.structs.replace(made.sampling, max_tokens=most), shift=shift)
 
     def take(self, chunk: Chunk) -> Chunk:
@@ -397,6 +397,7 @@ _OPTIONS = Fields(
     neutral=requests.NEUTRAL_OPTIONS,
     notes={
         "num_ctx": "bounds prompt and answer together; more than is served is refused",
+        "num_keep": "with `truncate` or `shift`: tokens of the prompt's beginning that stay; -1 with `shift`: all",
         "num_predict": "-1 and -2: as many as there is room for",
         "temperature": "0.8 by default",
         "top_k": "40 by default",
@@ -407,6 +408,8 @@ _OPTIONS = Fields(
     },
 )
 _NOTES = {
+    "truncate": "true leaves out what is oldest where the prompt does not fit, and tells; else it is refused",
+    "shift": "true lets the answer go on past the context, and tells; else it ends there",
     "stream": "true by default",
     "format": "enforced: `json` or a JSON schema",
     "think": "true, false, or low, medium, high, max, as the template can be told",

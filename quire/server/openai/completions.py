@@ -29,8 +29,8 @@ from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import MAX_CHOICES, Envelope, Usage, envelope, receipt_body
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
-from quire.server.shared.conversation import check_prompt, encode_text
-from quire.server.shared.fitting import HEADER, Dropped, last_tokens
+from quire.server.shared.conversation import Dropped, check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, last_tokens
 from quire.server.shared.infill import gap
 from quire.server.shared.sampling import Sampling, generation
 

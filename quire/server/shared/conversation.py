@@ -25,7 +25,6 @@ from quire.server.shared.tools import NO_TOOLS, check_name, shown, told_in_words
 
 if TYPE_CHECKING:
     from quire.chat.tools.types import Reading
-    from quire.server.shared.fitting import Dropped
 
 MAX_TURNS = 20_000
 MAX_CALLS = 1024  # in one turn
@@ -45,6 +44,38 @@ RESERVED = frozenset(
         *("chat_template", "tokenize", "return_dict"),
     }
 )
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What was left out of a prompt, because a client asked for it to be cut where it does not fit."""
+
+    param: str
+    tokens: int | None  # of the prompt; None: the whole was too long to be counted
+    messages: int = 0
+    roles: dict[str, int] = field(default_factory=dict)
+    of: int = 0  # messages that there were
+    where: str = ""
+
+    def body(self) -> dict[str, Any]:
+        """For an answer, as an object."""
+        made: dict[str, Any] = {"param": self.param, "tokens": self.tokens, "where": self.where}
+        return made | ({"messages": self.messages, "of": self.of, "roles": self.roles} if self.of else {})
+
+    @property
+    def note(self) -> str:
+        """For an answer, as a sentence."""
+        count = "more tokens than could be counted" if self.tokens is None else f"{self.tokens} tokens"
+        if not self.of:
+            return f"{self.param}: {count} were left out, {self.where}"
+        roles = ", ".join(f"{n} {role}" for role, n in self.roles.items())
+        return f"{self.param}: {self.messages} of {self.of} messages ({roles}), {count}, were left out, {self.where}"
+
+    @property
+    def header(self) -> str:
+        """For a header of the response."""
+        tokens = "unknown" if self.tokens is None else self.tokens
+        return f"tokens={tokens}" + (f", messages={self.messages}" if self.of else "")
 
 
 @dataclass(slots=True)

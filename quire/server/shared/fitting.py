@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from quire.observe.errors import BadRequest
 from quire.server.served import Served
 from quire.server.shared import conversation
-from quire.server.shared.conversation import Conversation
+from quire.server.shared.conversation import Conversation, Dropped
 
 HEADER = "x-quire-dropped"
 SHARE = 8  # an answer of no given length gets room for one token of so many of the context
 TOO_LONG = "context_length_exceeded"
-FULL_CONTEXTS = 10  # that an answer without a bound may fill where it goes on past the context, as with Ollama
 SYSTEM = ("system", "developer")
 Turns = list[dict[str, Any]]
 
@@ -39,38 +38,6 @@ class Fit:
     def room(self, context: int) -> int:
         """Tokens that a prompt may have."""
         return context - (max(1, context // SHARE) if self.answer is None else self.answer)
-
-
-@dataclass(slots=True)
-class Dropped:
-    """What was left out."""
-
-    param: str
-    tokens: int | None  # of the prompt; None: the whole was too long to be counted
-    messages: int = 0
-    roles: dict[str, int] = field(default_factory=dict)
-    of: int = 0  # messages that there were
-    where: str = ""
-
-    def body(self) -> dict[str, Any]:
-        """For an answer, as an object."""
-        made: dict[str, Any] = {"param": self.param, "tokens": self.tokens, "where": self.where}
-        return made | ({"messages": self.messages, "of": self.of, "roles": self.roles} if self.of else {})
-
-    @property
-    def note(self) -> str:
-        """For an answer, as a sentence."""
-        count = "more tokens than could be counted" if self.tokens is None else f"{self.tokens} tokens"
-        if not self.of:
-            return f"{self.param}: {count} were left out, {self.where}"
-        roles = ", ".join(f"{n} {role}" for role, n in self.roles.items())
-        return f"{self.param}: {self.messages} of {self.of} messages ({roles}), {count}, were left out, {self.where}"
-
-    @property
-    def header(self) -> str:
-        """For a header of the response."""
-        tokens = "unknown" if self.tokens is None else self.tokens
-        return f"tokens={tokens}" + (f", messages={self.messages}" if self.of else "")
 
 
 def shifted_note(param: str, tokens: int) -> str:

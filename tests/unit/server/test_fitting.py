@@ -306,3 +306,45 @@ async def test_ollamas_generate() -> None:
         assert r.status_code == 200 and bytes(completer.seen[-1].prompt).endswith(b"user:hi\n")
         r = await http.post("/api/generate", json=before | {"truncate": True, "prompt": "y" * 120})
         assert r.status_code == 400 and "never cut" in r.json()["error"]
+
+
+# ---- answers that go on past the context
+
+
+async def test_llama_cpps_context_shift() -> None:
+    completer = FakeCompleter("y" * 60, context=100)
+    ask = {"prompt": "x" * 150, "n_predict": 40}
+    async with client_for(completer) as http:
+        for silent in ({}, {"n_keep": 5, "n_discard": 10}, {"context_shift": False}):
+            assert (await http.post("/completion", json=ask | silent)).status_code == 400
+        r = await http.post("/completion", json=ask | {"context_shift": True, "n_keep": 5, "n_discard": 10})
+        assert r.status_code == 200 and r.json()["truncated"] is True and r.headers[HEADER] == "tokens=100"
+        (asked,) = completer.seen
+        assert (asked.shift.keep, asked.shift.discard, asked.sampling.max_tokens) == (5, 10, 40)
+        r = await http.post("/completion", json={"prompt": "x", "context_shift": True, "n_keep": -1})
+        assert (completer.seen[-1].shift.keep, completer.seen[-1].sampling.max_tokens) == (1, 1000)
+        assert r.json()["truncated"] is False and "quire" not in r.json()
+        for wrong, param in (
+            ({"n_keep": 90}, "n_keep"),
+            ({"n_discard": 2}, "n_discard"),
+            ({"grammar": "root ::= [a]"}, "context_shift"),
+        ):
+            r = await http.post("/completion", json=ask | {"context_shift": True} | wrong)
+            assert r.status_code == 400 and param in r.json()["error"]["message"], r.text
+
+
+async def test_ollamas_shift() -> None:
+    completer = FakeCompleter("y" * 60, context=100)
+    ask = {"model": MODEL, "messages": [NEWEST], "stream": False}
+    async with client_for(completer) as http:
+        await http.post("/api/chat", json=ask)
+        assert completer.seen[-1].shift is None
+        await http.post("/api/chat", json=ask | {"shift": True, "options": {"num_ctx": 50}})
+        made = completer.seen[-1]
+        assert (made.shift.context, made.shift.keep, made.sampling.max_tokens) == (50, len(made.prompt), None)
+        await http.post("/api/chat", json=ask | {"shift": True, "options": {"num_predict": 300, "num_keep": 4}})
+        assert (completer.seen[-1].shift.keep, completer.seen[-1].sampling.max_tokens) == (4, 300)
+        r = await http.post("/api/chat", json=ask | {"shift": True, "format": "json"})
+        assert completer.seen[-1].shift is None and "grammar" in r.json()["quire"]["notes"][0]
+        r = await http.post("/api/chat", json=ask | {"shift": True, "options": {"num_keep": -2}})
+        assert r.status_code == 400 and "num_keep" in r.json()["error"]
