@@ -61,9 +61,8 @@ def test_responses_and_a_header(small: Server) -> None:
     told = made.model_extra["quire"]["dropped"]  # type: ignore[index]
     assert f"messages={told['messages']}" in raw.headers["x-quire-dropped"]
     with client.responses.stream(model=DEFAULT_MODEL, input=items, truncation="auto", max_output_tokens=16) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_response().model_extra["quire"]["dropped"]["messages"] > 2  # type: ignore[index]
+        last = list(stream)[-1]
+        assert last.response.model_extra["quire"]["dropped"]["messages"] > 2  # type: ignore[union-attr, index]
     with pytest.raises(openai.BadRequestError, match="never cut"):
         client.responses.create(model=DEFAULT_MODEL, input=WORDS * 40, truncation="auto")
 

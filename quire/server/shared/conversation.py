@@ -322,7 +322,7 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
         if error.param == "prompt":  # the text that the template wrote
             error.param = param
         raise
-    if (note := told_in_words(served, said.tools)) is not None and note not in said.notes:
+    if said.tools.tools and (note := told_in_words(served)) is not None and note not in said.notes:
         said.notes.append(note)
     return tokens
 

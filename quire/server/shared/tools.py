@@ -177,9 +177,9 @@ def shown(tools: Tools) -> list[dict[str, Any]]:
     ]
 
 
-def told_in_words(served: Served, tools: Tools) -> str | None:
-    """The note for an answer where the tools went into the prompt in words; None where the model's template has a place for them."""
-    if not tools.tools or not served.completer.prompts_tools:
+def told_in_words(served: Served) -> str | None:
+    """The note for an answer where tools go into the prompt in words; None where the model's template has a place for them."""
+    if not served.completer.prompts_tools:
         return None
     return f"tools: the chat template of {served.model.name} has no place for tools: they are described in the prompt (general prompt)"
 
