@@ -110,6 +110,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # of these, the ones that are in the answer: so many steps fewer
     seed: int = 0
+    shifted_tokens: int = 0  # of prompt and answer that were left out so that the answer could go on past the context
     enforced: str = ""  # the kind of constraint that every token was held to
     adapter: str = ""  # the adapter that computed it
     queue_seconds: float = 0.0

@@ -112,13 +112,13 @@ class EventStream(Response):
     done = DONE
     notes_in = ""  # the object of the first event that has notes on the request, where that is not the event itself
 
-    def __init__(self, feed: Feed, encoder: Encoder):
+    def __init__(self, feed: Feed, encoder: Encoder, headers: Mapping[str, str] | None = None):
         self.feed = feed
         self.encoder = encoder
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.init_headers(HEADERS)
+        self.init_headers({**HEADERS, **(headers or {})})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -165,7 +165,8 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
     if continues and asked.thinking is not None and asked.thinking.type == "enabled":
         raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
     effort = None if asked.output_config is None else asked.output_config.effort
-    return Conversation(said, tools, keywords(served, asked.thinking, effort, notes), continues=continues)
+    kwargs = keywords(served, asked.thinking, effort, notes)
+    return Conversation(said, tools, kwargs, continues=continues, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)

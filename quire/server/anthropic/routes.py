@@ -156,7 +156,7 @@ COMPAT = (
                     "metadata": "`user_id`; without effect",
                     "system": "text or text blocks",
                     "messages": "text, tool_use, tool_result and thinking blocks; an assistant's last message is continued",
-                    "tools": "the client's own; of a model whose template has tools. Those that Anthropic runs are left out, told in `quire.notes`",
+                    "tools": "the client's own; described in the prompt where the template has no place for them, told in `quire.notes`. Those that Anthropic runs are left out, told in `quire.notes`",
                     "tool_choice": "`any` and `tool` are enforced",
                     "thinking": "of a model that reasons, else no effect, told in `quire.notes`; the budget is a target",
                     "output_config": "`format` is enforced; `effort` as the template can be told it, else no effect, told in `quire.notes`",

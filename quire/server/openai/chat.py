@@ -25,12 +25,13 @@ from quire.server.reading import Reading
 from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import bodies, conversation
+from quire.server.shared import bodies, conversation, fitting
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import Envelope, Pace, Partial, Usage, collect, envelope, merged, receipt_body, timings
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
+from quire.server.shared.fitting import HEADER, Fit, last_tokens
 from quire.server.shared.messages import ChatMessage, turns
 from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import NO_TOOLS, NOTHING, Raw, at, openai_choice, openai_tools
@@ -60,6 +61,7 @@ class ChatRequest(Sampling, kw_only=True):
     timings_per_token: bool | None = None
     service_tier: str | None = None
     prediction: msgspec.Raw = msgspec.Raw()
+    truncation: str | None = None  # Quire's own here, the name that the Responses API has
 
     @property
     def tells_reasoning(self) -> bool:
@@ -100,7 +102,7 @@ def register(app: FastAPI, server: Server) -> None:
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
         said = _conversation(served, asked)
-        prompt = await conversation.encode(served, said)
+        prompt = await _prompt(served, asked, said, sampling.max_tokens)
         max_param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
         check_prompt(served, prompt, sampling.max_tokens, "messages", max_param)
         made = generation(asked, prompt, sampling)
@@ -109,9 +111,10 @@ def register(app: FastAPI, server: Server) -> None:
         feed = Feed(served, [made], request.receive, arrived)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = envelope(served, asked, "chatcmpl", kind)
+        headers = None if said.dropped is None else {HEADER: said.dropped.header}
         if asked.stream:
-            return EventStream(feed, Stream(asked, head, prompt, sampling.n))
-        return reply(await whole(feed, asked, head, prompt))
+            return EventStream(feed, Stream(asked, head, prompt, sampling.n, said.told()), headers)
+        return reply(await whole(feed, asked, head, prompt, said.told()), headers=headers)
 
     for path in ("/v1/chat/completions", "/chat/completions"):
         app.add_api_route(path, chat_completions, methods=["POST"], response_model=None)
@@ -183,6 +186,20 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
     )
 
 
+async def _prompt(served: Served, asked: ChatRequest, said: Conversation, answer: int | None) -> list[int]:
+    """Tokens of the conversation, cut where the request asks for that."""
+    if asked.truncation not in (None, "auto", "disabled"):
+        raise BadRequest("truncation must be auto or disabled", param="truncation")
+    fit = Fit("truncation", answer) if asked.truncation == "auto" else None
+    if fit is not None and asked.truncate_prompt_tokens is not None:
+        raise BadRequest("truncation and truncate_prompt_tokens both say what is cut: send one", param="truncation")
+    tokens = await (conversation.encode(served, said) if fit is None else fitting.encode(served, said, fit))
+    if asked.truncate_prompt_tokens is not None:
+        tokens, said.dropped = last_tokens(served, tokens, asked.truncate_prompt_tokens, asked.truncation_side, answer)
+        said.notes += [] if said.dropped is None else [said.dropped.note]
+    return tokens
+
+
 def _tools(asked: ChatRequest, reading: Reading) -> Tools:
     if asked.tools is None and asked.tool_choice is NOTHING:
         return NO_TOOLS
@@ -223,7 +240,9 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     return body
 
 
-async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> dict[str, Any]:
+async def whole(
+    feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int], told: dict[str, Any]
+) -> dict[str, Any]:
     """The answer as one body."""
     choices, prompt_logprobs = await collect(feed)
     usage = Usage([len(prompt)])
@@ -248,18 +267,23 @@ async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int
         more["prompt_token_ids"] = prompt
     if asked.timings_per_token:
         more["timings"] = timings(choices[0, 0].receipt)
+    told = dict(told)
     if asked.receipts:
-        more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
+        told["receipts"] = [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]
+    if told:
+        more["quire"] = told
     return head.wrap(body, **more)
 
 
 class Stream:
-    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for."""
+    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for. The first chunk has the
+    notes on the request."""
 
-    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int):
+    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int, told: dict[str, Any]):
         self.asked = asked
         self.head = head
         self.prompt = prompt
+        self.told = told
         self.usage = Usage([len(prompt)])
         self.said = [Partial() for _ in range(n)]
         self.paces = [Pace() for _ in range(n)]
@@ -271,7 +295,8 @@ class Stream:
         if self.asked.counts_chunks:
             more["usage"] = self.usage.so_far(0, 0)
         for index in range(len(self.said)):
-            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more)
+            told = {"quire": self.told} if self.told and index == 0 else {}
+            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more, **told)
 
     def news(self, items: list[News]) -> Iterable[object]:
         for _, chunk in items:
@@ -355,7 +380,7 @@ COMPAT = (
                     "top_logprobs": "0 to 20; needs `logprobs`",
                     "add_generation_prompt": "true by default",
                     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
-                    "tools": "functions, up to 1024; of a model whose template has tools",
+                    "tools": "functions, up to 1024; described in the prompt where the template has no place for them, told in `quire.notes`",
                     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
                     "parallel_tool_calls": "false: at most one call, enforced",
                     "reasoning_effort": "what the template can be told: an effort, or on and off; else refused",
@@ -364,6 +389,7 @@ COMPAT = (
                     "documents": "of a model whose template has a place for them",
                     "timings_per_token": "llama.cpp's `timings`",
                     "service_tier": "`auto` or `default`",
+                    "truncation": "Quire's here: `auto` leaves out the oldest turns of a conversation that does not fit, and tells",
                     "prediction": "checked and not used; the usage says so",
                 },
             ),

@@ -221,7 +221,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
     "continue_final_message": (None, False),
     "documents": (None, []),

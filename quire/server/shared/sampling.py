@@ -153,6 +153,8 @@ class Sampling(Structured, kw_only=True):
     return_token_ids: bool | None = None
     receipts: bool | None = None
     itl_slo_ms: float | None = None  # Quire's
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def params(self, vocab_size: int, **more: Any) -> SamplingParams:
         """SamplingParams, range-checked. `more` overrides what the request says."""

@@ -178,21 +178,11 @@ def shown(tools: Tools) -> list[dict[str, Any]]:
     ]
 
 
-def callable_tools(served: Served, tools: Tools, param: str = "tools") -> Tools:
-    """The tools, refused where the model has no way to call them; none, where that is excused and no call is demanded."""
-    answers = served.completer.answer_format
-    if answers is not None and answers.calls:
-        return tools
-    refusal = BadRequest(
-        f"{param}: {served.model.name} cannot call tools: its chat template has no place for them",
-        cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
-        param=param,
-        code="unsupported_parameter",
-    )
-    if tools.choice != "auto":
-        raise refusal
-    served.reading.excuse(refusal)
-    return NO_TOOLS
+def told_in_words(served: Served) -> str | None:
+    """The note for an answer where tools go into the prompt in words; None where the model's template has a place for them."""
+    if not served.completer.prompts_tools:
+        return None
+    return f"tools: the chat template of {served.model.name} has no place for tools: they are described in the prompt (general prompt)"
 
 
 # OpenAI's shape

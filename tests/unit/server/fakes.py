@@ -123,6 +123,10 @@ class FakeCompleter:
         self.most = 0  # that ran at a time
         self.aborted = 0
 
+    @property
+    def prompts_tools(self) -> bool:
+        return self.answer_format is None or not self.answer_format.calls
+
     async def encode_prompt(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 

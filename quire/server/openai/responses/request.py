@@ -24,9 +24,10 @@ from quire.server.openai.responses.stored import UNFINISHED, StoredResponses
 from quire.server.openai.responses.tools import Toolset
 from quire.server.reading import Reading
 from quire.server.served import Served
-from quire.server.shared import bodies, conversation
+from quire.server.shared import bodies, conversation, fitting
 from quire.server.shared.bodies import Body
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
+from quire.server.shared.fitting import Fit
 from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import NOTHING, Raw, at
 
@@ -58,6 +59,8 @@ ELSEWHERE = {
     "prompt_logprobs": (0, "use /v1/chat/completions"),
     "return_token_ids": (True, "use /v1/chat/completions"),
     "request_id": ("x", "ids are the server's own here"),
+    "truncate_prompt_tokens": (5, "send truncation: auto"),
+    "truncation_side": ("left", "send truncation: auto"),
 }
 # Values of fields that are hints: known ones are taken, and the answer says which have no effect.
 VERBOSITIES = ("medium", "low", "high")
@@ -180,13 +183,8 @@ def _checked(asked: ResponseRequest, reading: Reading) -> ResponseRequest:
             refusal = BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
             reading.excuse(refusal)
             setattr(asked, name, None)
-    if asked.truncation not in (None, "disabled"):
-        refusal = BadRequest(
-            "truncation is not supported: the only accepted value is disabled, because nothing is cut here",
-            param="truncation",
-            code="unsupported_parameter",
-        )
-        reading.excuse(refusal)
+    if asked.truncation not in (None, "auto", "disabled"):
+        raise BadRequest("truncation must be auto or disabled", param="truncation")
     if asked.text is not None:
         _only(reading, "text.verbosity", asked.text.verbosity, *VERBOSITIES)
         _format(asked.text.format)
@@ -294,6 +292,7 @@ class Prepared:
     tools: Toolset
     prompt: list[int]
     no_effect: dict[str, str]  # what was asked for and changes nothing, with why
+    said: Conversation  # as it went into the prompt
 
     @property
     def input(self) -> list[Item]:
@@ -323,9 +322,9 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
     turns = response_items.turns(served, asked.instructions, items, len(before), tools.known_as)
     said = Conversation(turns, tools.choice, kwargs)
-    prompt = await conversation.encode(served, said, "input")
-    tools.choice = said.tools
-    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect)
+    fit = Fit("truncation", asked.max_output_tokens) if asked.truncation == "auto" else None
+    prompt = await fitting.encode(served, said, fit, "input")
+    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect, said)
 
 
 async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> Generation:

@@ -48,6 +48,7 @@ from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import SAMPLING, Absent, Endpoint, Fields
+from quire.server.shared.fitting import HEADER
 
 PATH = "/v1/responses"
 log = logging.getLogger("quire.server")
@@ -121,14 +122,14 @@ class _Responses:
             return Listening(run) if asked.stream else reply(answer.body())
         feed = Feed(served, [generation], request.receive, arrived)
         if asked.stream:
-            return _Events(feed, answer, keep)
+            return _Events(feed, answer, keep, _headers(ready))
         async with feed:
             _spend(answer.opening())
             async for items in feed.batches():
                 _spend(answer.news(items))
             _spend(answer.closing())
         await keep()
-        return reply(answer.body())
+        return reply(answer.body(), headers=_headers(ready))
 
     async def count(self, request: Request) -> Response:
         asked = parse_count(await read_json(request))
@@ -200,8 +201,8 @@ class _Events(EventStream):
     frame = staticmethod(named_event)
     done = b""
 
-    def __init__(self, feed: Feed, answer: Answer, keep: Any):
-        super().__init__(feed, answer)
+    def __init__(self, feed: Feed, answer: Answer, keep: Any, headers: dict[str, str] | None):
+        super().__init__(feed, answer, headers)
         self.answer = answer
         self.keep = keep
 
@@ -263,15 +264,22 @@ def _head(served: Served, asked: ResponseRequest, ready: Prepared, temperature: 
         "tools": ready.tools.told,
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         **({} if asked.user is None else {"user": asked.user}),
     }
 
 
 def _told(ready: Prepared, request: Request) -> dict[str, Any]:
-    """What the request asked for and got nothing of, for its answer; no word of it where there is nothing. A response is kept with its notes."""
+    """What the request asked for and got nothing of, and what became of its conversation, for the answer; no word of it where there is
+    nothing. A response is kept with its notes."""
     notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()] + ignored.take(request.scope)
-    return {"quire": {"notes": notes}} if notes else {}
+    told = ready.said.told()
+    told |= {"notes": [*notes, *ready.said.notes]} if notes else {}
+    return {"quire": told} if told else {}
+
+
+def _headers(ready: Prepared) -> dict[str, str] | None:
+    return None if ready.said.dropped is None else {HEADER: ready.said.dropped.header}
 
 
 def _spend(events: Any) -> None:
@@ -289,11 +297,11 @@ _NOTES = SAMPLING | {
     "instructions": "of this request alone",
     "previous_response_id": "a stored response that is over",
     "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` has no effect, and the answer says so",
-    "tools": "functions and namespaces of them, up to 1024 in all, of a model whose template has tools; web search is left out, and the answer says so",
+    "tools": "functions and namespaces of them, up to 1024 in all, described in the prompt where the template has no place for them; web search is left out, and the answer says so",
     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced; a web search cannot be demanded",
     "parallel_tool_calls": "false: at most one call, enforced",
     "reasoning": "`effort` as the template can be told it, `summary` auto or detailed; where the model has no place for them the answer says so",
-    "truncation": "only disabled: nothing is ever cut",
+    "truncation": "`auto` leaves out the oldest items of a conversation that does not fit, and tells; `disabled` refuses it",
     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
     "top_logprobs": "0 to 20; needs `include`",

@@ -525,9 +525,9 @@ async def test_refusals_in_anthropics_words(fields: dict[str, Any], begins: str)
     assert r.json()["error"]["message"].startswith(begins), r.text
 
 
-async def test_a_model_that_cannot_call_refuses_tools():
+async def test_a_template_without_tools_is_told():
     async with client_for(FakeCompleter()) as http:
         r = await http.post(MESSAGES, json=ask())
-        assert r.status_code == 400
-        assert r.json()["error"]["message"].startswith("tools: ")
-        assert r.json()["error"]["details"] == {"error_code": "unsupported_parameter"}
+        assert r.status_code == 200 and "general prompt" in r.json()["quire"]["notes"][0]
+        r = await http.post(MESSAGES, json=ask(stream=True))
+        assert r.text.count("general prompt") == 1

@@ -171,7 +171,6 @@ async def test_refused_by_name(fields: dict[str, Any], names: str):
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]: there is no call"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),

@@ -125,6 +125,15 @@ async def test_cutting_is_asked_for_and_told(tiny: tuple[Path, Any, Any]):
         assert "122 tokens" in refused["message"] and "80" in refused["message"]
         assert refused["code"] == "context_length_exceeded"
         body = (await http.post(EMBED, json={"input": ["dog", text], "truncate": True})).json()
+        same = (await http.post(EMBED, json={"input": ["dog", text], "truncate_prompt_tokens": -1})).json()
+        less = (
+            await http.post(EMBED, json={"input": text, "truncate_prompt_tokens": 20, "truncation_side": "left"})
+        ).json()
+        for keep in (0, -2, 81):
+            r = await http.post(EMBED, json={"input": text, "truncate_prompt_tokens": keep})
+            assert (r.status_code, r.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert same["data"] == body["data"] and same["quire"] == body["quire"]
+    assert less["quire"] == {"cut_tokens": {"0": 102}}
     assert body["quire"] == {"cut_tokens": {"1": 42}}
     assert body["usage"]["total_tokens"] == 3 + 80
     np.testing.assert_allclose(body["data"][1]["embedding"], wanted(model, theirs, text, 80), atol=2e-5)
