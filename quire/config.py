@@ -128,6 +128,9 @@ class ServerConfig:
     max_file: int = 512 * 1024 * 1024
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
+    canonicalize: tuple[
+        str, ...
+    ] = ()  # what of a conversation is rewritten, so that prompts begin alike: names in chat/canonical
 
 
 def within_openmp(threads: int) -> int:

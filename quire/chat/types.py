@@ -6,10 +6,20 @@ These hold text. The engine below knows tokens alone, and the dialects above hav
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.chat.tools.types import CallPart, Reading
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a prompt was rendered from: what the template was given. It explains a prompt; the tokens are the prompt."""
+
+    messages: list[dict[str, Any]]
+    given: dict[str, Any]  # keywords of `ChatTemplate.conversation`
+    changes: tuple[str, ...] = ()  # what was rewritten before, because somebody asked for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,7 @@ class Generation:
     constraint: Constraint | None = None  # what the answer must be
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
     adapter: str = ""  # the name of a loaded adapter; empty: the model as it is
+    origin: Origin | None = None  # of a long chat prompt, so that a miss of the prefix cache can be explained
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ class Feed:
         metrics = self.served.metrics
         last: dict[int, float] = {}  # choice -> when its newest token came
         open_choices = generation.sampling.n
+        watch = self.served.watch(generation)
         try:
             async with aclosing(self.served.completer.stream(generation)) as chunks:
                 async for chunk in chunks:
@@ -136,6 +137,8 @@ class Feed:
                             metrics.first_token(now - self.arrived)
                         elif metrics is not None and before is not None:
                             metrics.next_token(now - before)
+                    if watch is not None:
+                        await watch.take(chunk)
                     if chunk.finish is not None:
                         open_choices -= 1
                         self._finish(prompt, chunk, now)
@@ -145,6 +148,9 @@ class Feed:
                 raise EngineDead("the engine ended the request without finishing it")
         except Exception as error:
             self.fail(error)
+        finally:
+            if watch is not None:
+                watch.close()
         self._running -= 1
         self._news.set()
 

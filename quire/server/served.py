@@ -30,11 +30,14 @@ from quire.weights.store.catalogue import look_up
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
+    from quire.chat.prefixes.finder import Finder
     from quire.chat.templates.template import ChatTemplate
     from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.chat.types import Generation
+    from quire.server.explained import Watch
 
 MAX_NAME = 512  # characters of a name that is looked for
+WATCHED = 512  # tokens of a prompt from which on it is worth knowing why it was not in the prefix cache
 
 
 class Running(Protocol):
@@ -53,6 +56,7 @@ class Model:
         self.client: EngineClient | None = None
         self.completer: Completer | None = None
         self.metrics: ModelMetrics | None = None
+        self.finder: Finder | None = None  # of what breaks prefixes, once a long prompt came
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
         self.path: str | None = None  # the model's file or folder, once it is known
@@ -154,6 +158,8 @@ class Served:
     name: str  # what the answer calls it: the model's name, or the adapter's
     adapter: str = ""  # empty: the model as it is
     caller: Caller = field(default=NOBODY)
+    agent: str = ""  # the User-Agent header
+    canonical: tuple[str, ...] = ()  # what of a conversation is rewritten before it becomes a prompt
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -198,6 +204,14 @@ class Served:
         return Embedder(
             self.client, self.tokenizer, info, caller.priority(), namespace=caller.namespace(""), adapter=self.adapter
         )
+
+    def watch(self, generation: Generation) -> Watch | None:
+        """What follows a request whose generation is `placed`, to tell why its prompt was not cached; None for a short prompt that was left as it came."""
+        if len(generation.prompt) < WATCHED and (generation.origin is None or not generation.origin.changes):
+            return None
+        from quire.server.explained import Watch
+
+        return Watch(self, generation)
 
     def placed(self, generation: Generation) -> Generation:
         """The generation with its adapter, behind whom it stands, and whose prefixes it may find."""

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.chat.tools.types import Tools
-from quire.chat.types import Chunk, Generation
+from quire.chat.types import Chunk, Generation, Origin
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.errors import Unimplemented
@@ -117,7 +117,7 @@ def register(app: FastAPI, names: Names) -> None:
         whole = Conversation(said, tools, requests.thinking(served, asked.think))
         prompt = await conversation.encode(served, whole)
         lines = _Lines(served, asked, prompt, clock, False, chat=True)
-        return await _answer(served, request, lines, options, tools, "messages")
+        return await _answer(served, request, lines, options, whole.tools, "messages", origin=whole.origin)
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
@@ -224,6 +224,7 @@ async def _answer(
     tools: Tools | None,
     param: str,
     ends: tuple[int, ...] = (),
+    origin: Origin | None = None,
 ) -> Response:
     """The answer to a prompt: lines, or one object. Without `tools` all of it is text. `ends`: tokens that end it too."""
     asked, prompt = lines.asked, lines.prompt
@@ -243,7 +244,7 @@ async def _answer(
     reading, constraint = None, requests.constraint(asked.format)
     if tools is not None:
         reading, constraint = await conversation.answering(served, prompt, tools, constraint)
-    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading, origin=origin)
     feed = Feed(served, [made], request.receive, lines.clock.arrived)
     if asked.stream is None or asked.stream:
         return LineStream(feed, lines)

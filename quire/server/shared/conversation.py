@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.chat.tools.types import Tools
+from quire.chat.types import Origin
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
-from quire.server.served import Served
+from quire.server.served import WATCHED, Served
 from quire.server.shared import bodies
 from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
 
@@ -56,6 +57,9 @@ class Conversation:
     generation_prompt: bool = True  # ends with the beginning of an answer
     continues: bool = False  # the answer goes on with the last turn, which is the assistant's
     documents: list[dict[str, Any]] | None = None
+    origin: Origin | None = None  # once it was encoded, of a long prompt
+    changes: tuple[str, ...] = ()  # what was rewritten because that was asked for
+    canonical: bool = False  # that was done
 
 
 class History:
@@ -251,8 +255,13 @@ async def encode_text(served: Served, text: str, param: str, add_special: bool |
 
 
 async def encode(served: Served, said: Conversation, param: str = "messages") -> list[int]:
-    """Tokens of a conversation, through the model's own template."""
+    """Tokens of a conversation, through the model's own template. Notes in it what explains them, and what was rewritten."""
     completer = served.completer
+    if served.canonical and not said.canonical:
+        from quire.chat.canonical import rewrite
+
+        rewritten = rewrite(said.turns, said.tools, served.canonical)
+        said.turns, said.tools, said.changes, said.canonical = *rewritten, True
     tools = None
     if said.tools.tools:
         check_callable(served, said.tools)
@@ -274,14 +283,16 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
         kwargs["documents"] = said.documents
     if said.continues:
         kwargs["continue_final_message"] = True
+    kwargs["add_generation_prompt"] = said.generation_prompt and not said.continues
     try:
-        return await completer.encode_chat(
-            said.turns, add_generation_prompt=said.generation_prompt and not said.continues, **kwargs
-        )
+        tokens = await completer.encode_chat(said.turns, **kwargs)
     except BadRequest as error:
         if error.param == "prompt":  # the text that the template wrote
             error.param = param
         raise
+    if len(tokens) >= WATCHED or said.changes:
+        said.origin = Origin(said.turns, kwargs, said.changes)
+    return tokens
 
 
 async def answering(

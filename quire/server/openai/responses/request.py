@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.chat.types import Generation
+from quire.chat.types import Generation, Origin
 from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, NotFound
@@ -287,6 +287,7 @@ class Prepared:
     tools: Toolset
     prompt: list[int]
     no_effect: dict[str, str]  # what was asked for and changes nothing, with why
+    origin: Origin | None  # of a long prompt
 
     @property
     def input(self) -> list[Item]:
@@ -315,8 +316,10 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
     turns = response_items.turns(served, asked.instructions, items, len(before), tools.known_as)
-    prompt = await conversation.encode(served, Conversation(turns, tools.choice, kwargs), "input")
-    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect)
+    said = Conversation(turns, tools.choice, kwargs)
+    prompt = await conversation.encode(served, said, "input")
+    tools.choice = said.tools
+    return Prepared(items, len(before), tools, prompt, no_effect | tools.no_effect, said.origin)
 
 
 async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> Generation:
@@ -329,7 +332,7 @@ async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> 
     check_prompt(served, ready.prompt, sampling.max_tokens, "input", "max_output_tokens")
     made = generation(asked, ready.prompt, sampling)
     reading, constraint = await conversation.answering(served, ready.prompt, ready.tools.choice, made.constraint)
-    return replace(made, reading=reading, constraint=constraint)
+    return replace(made, reading=reading, constraint=constraint, origin=ready.origin)
 
 
 async def _before(stored: StoredResponses, owner: str, previous: str) -> list[Item]:
