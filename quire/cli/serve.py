@@ -35,6 +35,8 @@ MODELS = f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are se
 HOST = "Address to listen on; 0.0.0.0 is every address of the machine."
 NAMES = "Name that clients send, or several with commas between them. Repeat it for each further model. Default: the model's own name."
 
+CANONICALIZE = "Rewrite what makes prompts differ for nothing, so that the prefix cache finds them: auto, or some of billing, dates, git, ids, keys, tools."
+
 
 @engine_options(without=("load_format", "isa"))
 def command(
@@ -83,6 +85,7 @@ def command(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web origin whose pages may call the server; may be repeated.")
     ] = None,
+    canonicalize: Annotated[str, typer.Option(help=CANONICALIZE)] = "none",
     log_requests: Annotated[bool, typer.Option(help="Log a line for every request.")] = True,
     state_dir: Annotated[
         str | None,
@@ -123,12 +126,21 @@ def command(
         state_dir=_state_dir(store.home, state_dir, wanted[0].name),
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
+        canonicalize=_canonical(canonicalize),
     )
     adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
     engine = replace(engine, task=task, isa=env.isa, max_waiting=max_waiting, memory_share=1 / len(wanted), **adapters)
     loras = read_loras(lora or [], wanted)
     engines = [replace(engine, name=one.name, loras=loras.get(one.name, ())) for one in wanted]
     raise typer.Exit(_serve(store, wanted, server, engines))
+
+
+def _canonical(text: str) -> tuple[str, ...]:
+    if text.strip() == "none":
+        return ()
+    from quire.chat.canonical import names
+
+    return names(text, "--canonicalize")
 
 
 def _key(given: str | None) -> str | None:

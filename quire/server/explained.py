@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from quire.chat.prefixes.finder import WHY, Engine, Explained, Finder
+from quire.chat.prefixes.finder import WHY, Case, Engine, Explained, Finder
 from quire.chat.types import Chunk, Generation
 from quire.engine.types import Receipt
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from quire.server.served import Served
 
 SMALL = 2048  # tokens: the comparison of a shorter prompt takes less than handing it to a thread is worth
+log = logging.getLogger("quire.server")
 _PRODUCT = re.compile(r"[!-.0-~]{1,64}")  # of a User-Agent, up to its version or its notes
 
 
@@ -56,13 +58,12 @@ class Watch:
             case = self._finder.case(
                 self._entry, receipt.cached_tokens, engine, self._origin, self._served.completer.template
             )
-            small = len(self._entry.ids) < SMALL
-            made = case.explain() if small else await asyncio.to_thread(case.explain)
+            made = await _explained(case)
         made = self._finder.end(self._entry, self._generated, engine, made)
         self._open = False
         if receipt is None or made is None:
             return
-        fields = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
+        fields = {name: getattr(receipt, name) for name in Receipt.__struct_fields__}
         told = body(made) | ({"changes": list(self._origin.changes)} if self._origin and self._origin.changes else {})
         chunk.receipt = Told(**fields, prefix=told)
         metrics = self._served.metrics
@@ -78,6 +79,16 @@ class Watch:
     def _engine(self) -> Engine:
         served = self._served
         return Engine(served.client.stats().evictions, served.model.restarted, served.info.page_size)
+
+
+async def _explained(case: Case) -> Explained | None:
+    """The explanation; None where making it failed, which must not cost the answer."""
+    try:
+        small = len(case.entry.ids) < SMALL
+        return case.explain() if small else await asyncio.to_thread(case.explain)
+    except Exception:
+        log.exception("why a prompt was not cached could not be told")
+        return None
 
 
 def agent_of(header: str) -> str:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from quire.chat.templates.template import ChatTemplate
     from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.chat.types import Generation
-    from quire.server.explained import Watch
 
 MAX_NAME = 512  # characters of a name that is looked for
 WATCHED = 512  # tokens of a prompt from which on it is worth knowing why it was not in the prefix cache
@@ -204,14 +203,6 @@ class Served:
         return Embedder(
             self.client, self.tokenizer, info, caller.priority(), namespace=caller.namespace(""), adapter=self.adapter
         )
-
-    def watch(self, generation: Generation) -> Watch | None:
-        """What follows a request whose generation is `placed`, to tell why its prompt was not cached; None for a short prompt that was left as it came."""
-        if len(generation.prompt) < WATCHED and (generation.origin is None or not generation.origin.changes):
-            return None
-        from quire.server.explained import Watch
-
-        return Watch(self, generation)
 
     def placed(self, generation: Generation) -> Generation:
         """The generation with its adapter, behind whom it stands, and whose prefixes it may find."""

@@ -88,3 +88,15 @@ def system_turns(turns: Turns) -> list[tuple[int, str]]:
 def with_text(turns: Turns, i: int, text: str) -> Turns:
     """The turns with another text at one place."""
     return [*turns[:i], turns[i] | {"content": text}, *turns[i + 1 :]]
+
+
+def moved(turns: Turns, i: int, kept: str, text: str) -> tuple[Turns, str]:
+    """The turns with a system prompt that says only what is `kept` of it, and the rest at the head of the first user message; and
+    that place, for people. Where no user says anything, the end of the system prompt."""
+    at = next(
+        (j for j, turn in enumerate(turns) if turn["role"] == "user" and isinstance(turn.get("content"), str)), -1
+    )
+    if at < 0:
+        return with_text(turns, i, f"{kept}\n{text}"), "the end of the system prompt"
+    turns = with_text(turns, i, kept)
+    return with_text(turns, at, f"{text}\n\n{turns[at]['content']}"), f"the head of messages[{at}] (user)"

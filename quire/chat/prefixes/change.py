@@ -15,6 +15,8 @@ TAIL = 1 << 16  # tokens behind the place that are looked at
 QUOTED = 160  # characters of a stretch that are told
 AROUND = 80  # characters of context on either side
 SHOWN = 48  # tokens that are decoded of a stretch
+STATUS = 512  # tokens of a git status, as Claude Code writes it
+_GIT = "gitStatus:"
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -75,7 +77,9 @@ def describe(old: array[int], new: array[int], at: int, found: Resync, decode: D
     rest = tail.group()[:64] if tail else ""
     before_text, now_text = lead + was + rest, lead + now + rest
     kind = _kind(context.removesuffix(lead), before_text, now_text, behind.removeprefix(rest))
-    if kind == "other":
+    if kind == "other" and _GIT in decode(new[max(0, at - STATUS) : at]):
+        kind = "git"
+    elif kind == "other":
         kind = _moved(old, new, at, found)
     context = context.removesuffix(lead)[-AROUND:]
     return Change(kind, context, before_text[:QUOTED], now_text[:QUOTED], found.again)

@@ -10,8 +10,9 @@ GONE = {
     "unkept": "start the server without --no-prefix-cache; a model with recurrent layers resumes at checkpoints alone",
 }
 KINDS = {
-    "date": "have the agent write the date at the end, without the time; --canonicalize dates moves such lines of the system prompt to its end",
+    "date": "have the agent write the date at the end, without the time; --canonicalize dates moves such lines from the system prompt to the first user message",
     "id": "take the id out of the agent's prompt; --canonicalize ids replaces ids of the system prompt by zeros",
+    "git": "set includeGitInstructions to false in Claude Code's settings; --canonicalize git moves the status to the first user message",
     "path": "start the agent in the same folder each time",
     "number": "take the number out of the agent's prompt, or put it at its end",
 }
@@ -30,6 +31,6 @@ def cure(cause: str, part: str, kind: str) -> str:
         return GONE[cause]
     if kind == "billing":
         return BILLING
-    if part == "system" and kind in KINDS:
+    if kind in KINDS and (part == "system" or kind == "git"):
         return KINDS[kind]
     return PARTS.get(part, "")
