@@ -64,13 +64,7 @@ def report(env: Environment, url: str | None, model: str | None, key: str | None
     if not told.agents:
         ui.echo(f"{told.model}: no prompt of 512 tokens or more yet, so there is nothing to explain")
         return
-    rows = [
-        (t.agent or "unknown", str(t.requests), str(t.prompt_tokens), f"{t.cached_tokens / t.prompt_tokens:.0%}")
-        + (str(t.lost_tokens),)
-        for t in told.agents
-        if t.prompt_tokens
-    ]
-    ui.table(("AGENT", "REQUESTS", "PROMPT TOKENS", "FROM CACHE", "COMPUTED AGAIN"), rows)
+    ui.table(("AGENT", "REQUESTS", "PROMPT TOKENS", "FROM CACHE", "COMPUTED AGAIN"), list(map(_line, told.agents)))
     if not told.data:
         ui.echo("\nnothing broke: all that earlier prompts shared came from the cache")
         return
@@ -82,6 +76,11 @@ def report(env: Environment, url: str | None, model: str | None, key: str | None
     typer.echo("")
     for cure, places in cures.items():
         ui.echo(f"cure of {', '.join(map(str, places))}: {cure}")
+
+
+def _line(t: Traffic) -> tuple[str, ...]:
+    share = f"{t.cached_tokens / max(1, t.prompt_tokens):.0%}"
+    return t.agent or "unknown", str(t.requests), str(t.prompt_tokens), share, str(t.lost_tokens)
 
 
 def _row(i: int, b: Break) -> tuple[str, ...]:

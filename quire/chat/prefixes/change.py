@@ -70,13 +70,12 @@ def describe(old: array[int], new: array[int], at: int, found: Resync, decode: D
     context = _shown(decode(new[max(0, at - SHOWN) : at]))
     was = _shown(decode(old[at : at + min(found.old, SHOWN)]))
     now = _shown(decode(new[at : at + min(found.new, SHOWN)]))
-    behind = _shown(decode(new[at + found.new : at + found.new + GRAM])) if found.again else ""
-    head = re.search(r"[\w.:/+\\-]*$", context)
-    tail = re.match(r"[\w.:/+\\-]*", behind)
+    head = _LAST_WORD.search(context)
     lead = head.group()[-64:] if head else ""
-    rest = tail.group()[:64] if tail else ""
-    before_text, now_text = lead + was + rest, lead + now + rest
-    kind = _kind(context.removesuffix(lead), before_text, now_text, behind.removeprefix(rest))
+    rests = [_behind(ids, at + width, found, decode) for ids, width in ((old, found.old), (new, found.new))]
+    before_text, now_text = (f"{lead}{text}{rest}" for text, (rest, _) in zip((was, now), rests, strict=True))
+    far = rests[1][1]
+    kind = _kind(context.removesuffix(lead), before_text, now_text, far)
     if kind == "other" and _GIT in decode(new[max(0, at - STATUS) : at]):
         kind = "git"
     elif kind == "other":
@@ -87,6 +86,8 @@ def describe(old: array[int], new: array[int], at: int, found: Resync, decode: D
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_LAST_WORD = re.compile(r"[\w.:/+\\-]*$")
+_FIRST_WORD = re.compile(r"[\w.:/+\\-]*")
 DATE = re.compile(
     r"\d{4}-\d{1,2}-\d{1,2}(?:[T ]\d{1,2}:\d{2}(?::\d{2})?(?:\.\d+)?(?:Z|[+-]\d{2}:?\d{2})?)?"
     r"|\b\d{1,2}:\d{2}(?::\d{2})?(?:\.\d+)?\s?(?:[AaPp][Mm]\b)?|\b\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b"
@@ -106,6 +107,14 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("path", re.compile(r"(?:[A-Za-z]:\\|~?/)?[\w.@+-]+(?:[/\\][\w.@+-]+)+[/\\]?|/[\w.@+-]+")),
     ("number", re.compile(r"\d[\d,.]*")),
 )
+
+
+def _behind(ids: array[int], at: int, found: Resync, decode: Decode) -> tuple[str, str]:
+    """The rest of the word that a stretch ends in, and what stands behind that."""
+    text = _shown(decode(ids[at : at + SHOWN])) if found.again else ""
+    match = _FIRST_WORD.match(text)
+    rest = match.group()[:64] if match else ""
+    return rest, text.removeprefix(rest)
 
 
 def _kind(context: str, before: str, now: str, behind: str) -> str:

@@ -176,15 +176,21 @@ def _found(told: str, parts: list[tuple[Part, bool]]) -> list[tuple[int, Part]]:
     """Where parts begin in the text without marks. What the template writes between two belongs to the one behind, but for the rest of
     a tool or of a call, whose own texts are marked at their heads."""
     begins: list[tuple[int, Part]] = []
+    ends_alone = not any(opens for _, opens in parts)
+    before = 0
     for count, match in enumerate(_MARKS.finditer(told)):
         part, opens = parts[ord(match.group()) - FIRST_MARK]
         at = match.start() - count
+        if ends_alone:  # so a part is all up to its end
+            begins.append((before, part))
+            before = at
+            continue
         if opens or not begins or begins[-1][1] != part:
             begins.append((at, part))
         if not opens and part.kind in ("system", "message") and ".tool_calls" not in part.where:
             following = _following(told, match.end(), parts)
             begins.append((at, following))
-    return begins
+    return [*begins, (before, TEMPLATE)] if ends_alone and begins else begins
 
 
 def _following(told: str, at: int, parts: list[tuple[Part, bool]]) -> Part:
