@@ -49,7 +49,9 @@ class Seen:
 
     prompt: int
     cached: int
-    computed_again: int = 0  # tokens that an earlier prompt or answer had at the same place, full pages of them
+    first: bool = (
+        False  # of its conversation: no earlier request has its system prompt's first words and its first question
+    )
 
 
 @dataclass(slots=True)
@@ -240,22 +242,47 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """The share of prompt tokens from the second request on that the cache gave."""
-        later = self.seen[1:]
+        """The share of prompt tokens that the cache gave, from the second request of each conversation on."""
+        later = [s for s in self.seen if not s.first]
         return sum(s.cached for s in later) / max(1, sum(s.prompt for s in later))
+
+
+def opening(body: dict[str, Any]) -> str:
+    """What tells a conversation from others: the first words of its instructions, and the first thing that the user says."""
+    turns = body.get("messages", body.get("input")) or []
+    system = [body.get("instructions"), body.get("system")]
+    system += [turn.get("content") for turn in turns if turn.get("role") in ("system", "developer")]
+    said = [turn.get("content") for turn in turns if turn.get("role") == "user"]
+    texts = [" ".join(_texts(system)).partition("You")[2], " ".join(_texts(said[:1]))]
+    return "|".join(text[:100] for text in texts)
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts(value.get("text"))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 async def replay(server: Replay, requests: Iterable[dict[str, Any]]) -> Outcome:
     """Send requests in order, each with its recorded answer, and see what was cached."""
     statuses: list[int] = []
+    begun: set[str] = set()
     async with server.http() as http:
         for one in requests:
             server.says(answer_of(one["path"], one["answer"]))
             agent = next((v for k, v in dict(one["headers"]).items() if k.lower() == "user-agent"), "")
+            count = len(server.client.seen)
             reply = await http.post(
                 one["path"], json=one["body"] | {"model": NAME}, headers={"user-agent": agent}, timeout=600
             )
             statuses.append(reply.status_code)
+            if count < len(server.client.seen):
+                server.client.seen[-1].first = (begin := opening(one["body"])) not in begun
+                begun.add(begin)
             if reply.status_code != 200:
                 print(one["path"], reply.status_code, reply.text[:500], file=sys.stderr)
         told = (await http.get("/v1/cache/breaks")).json()
@@ -271,14 +298,16 @@ def main() -> int:
     args = parser.parse_args()
     with open_checkpoint(Store().pull(args.model)) as checkpoint:
         tokenizer, template = tokenizer_and_template(checkpoint, args.template)
-    print(f"{'agent':12} {'requests':>8} {'prompt':>8} {'cached':>8} {'hit rate':>8}  each")
+    print(
+        f"{'agent':12} {'requests':>8} {'later':>8} {'prompt':>8} {'cached':>8} {'hit rate':>8}  each (* begins a conversation)"
+    )
     for folder in args.folders:
         server = Replay(tokenizer, template, names(args.canonicalize, "--canonicalize"))
         done = asyncio.run(replay(server, recordings(folder)))
-        later = done.seen[1:]
+        later = [s for s in done.seen if not s.first]
         prompt, cached = sum(s.prompt for s in later), sum(s.cached for s in later)
-        each = " ".join(f"{s.cached}/{s.prompt}" for s in done.seen)
-        print(f"{folder.name:12} {len(done.seen):8} {prompt:8} {cached:8} {done.rate:8.1%}  {each}")
+        each = " ".join(f"{s.cached}/{s.prompt}{'*' * s.first}" for s in done.seen)
+        print(f"{folder.name:12} {len(done.seen):8} {len(later):8} {prompt:8} {cached:8} {done.rate:8.1%}  {each}")
         for one in done.told["data"]:
             print(f"    {one}")
     return 0

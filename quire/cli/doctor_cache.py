@@ -62,7 +62,7 @@ def report(env: Environment, url: str | None, model: str | None, key: str | None
         ui.emit(msgspec.to_builtins(told))
         return
     if not told.agents:
-        ui.echo(f"{told.model}: no prompt of 512 tokens or more yet, so there is nothing to explain")
+        ui.echo(f"{_clean(told.model)}: no prompt of 512 tokens or more yet, so there is nothing to explain")
         return
     ui.table(("AGENT", "REQUESTS", "PROMPT TOKENS", "FROM CACHE", "COMPUTED AGAIN"), list(map(_line, told.agents)))
     if not told.data:
@@ -75,21 +75,29 @@ def report(env: Environment, url: str | None, model: str | None, key: str | None
     cures = {b.cure: [j for j, other in enumerate(told.data, 1) if other.cure == b.cure] for b in told.data if b.cure}
     typer.echo("")
     for cure, places in cures.items():
-        ui.echo(f"cure of {', '.join(map(str, places))}: {cure}")
+        ui.echo(f"cure of {', '.join(map(str, places))}: {_clean(cure)}")
 
 
 def _line(t: Traffic) -> tuple[str, ...]:
     share = f"{t.cached_tokens / max(1, t.prompt_tokens):.0%}"
-    return t.agent or "unknown", str(t.requests), str(t.prompt_tokens), share, str(t.lost_tokens)
+    return _clean(t.agent) or "unknown", str(t.requests), str(t.prompt_tokens), share, str(t.lost_tokens)
 
 
 def _row(i: int, b: Break) -> tuple[str, ...]:
     text = f"{_short(b.context, last=True)}|{_short(b.before)} -> {_short(b.now)}" if b.cause == "diverged" else b.why
-    return str(i), b.agent or "unknown", str(b.times), str(b.lost_tokens), b.where, b.kind or b.cause, text
+    row = (str(i), b.agent or "unknown", str(b.times), str(b.lost_tokens), b.where, b.kind or b.cause, text)
+    return tuple(map(_clean, row))
+
+
+def _clean(text: str) -> str:
+    """A text without what would move a terminal's cursor: clients wrote some of it."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _short(text: str, last: bool = False) -> str:
-    line = " ".join(text.split())
+    line = _clean(" ".join(text.split()))
+    if last and text[-1:].isspace():
+        line += " "
     if len(line) <= SHOWN:
         return line
     return "…" + line[-SHOWN:] if last else line[:SHOWN] + "…"

@@ -189,7 +189,7 @@ def _found(told: str, parts: list[tuple[Part, bool]]) -> list[tuple[int, Part]]:
             begins.append((at, part))
         if not opens and part.kind in ("system", "message") and ".tool_calls" not in part.where:
             following = _following(told, match.end(), parts)
-            begins.append((at, following))
+            begins.append((at + 1, following))  # what differs at the very end is a text that ends or goes on
     return [*begins, (before, TEMPLATE)] if ends_alone and begins else begins
 
 
