@@ -6,21 +6,32 @@ the tools, which templates write behind the system prompt, are computed again.
 
 from __future__ import annotations
 
-import re
-
 from quire.chat.canonical import Turns, moved, system_turns
 from quire.chat.tools.types import Tools
 
 HELP = "moves Claude Code's git status from the system prompt to the head of the first user message"
 AUTO = False
-_STATUS = re.compile(r"^gitStatus: [^\n]*\n(?:[^\n]*\n){1,500}?Recent commits:\n(?:[^\n]+(?:\n|\Z)){0,100}", re.M)
+_BEGIN, _COMMITS = "gitStatus: ", "\nRecent commits:\n"
+MOST = 32_000  # characters of a status
 
 
 def rewrite(turns: Turns, tools: Tools, told: list[str]) -> tuple[Turns, Tools]:
     for i, text in system_turns(turns):
-        found = _STATUS.search(text)
+        found = _status(text)
         if found is not None:
-            kept = text[: found.start()].rstrip("\n") + text[found.end() :]
-            turns, place = moved(turns, i, kept, found.group().strip("\n"))
+            begin, end = found
+            turns, place = moved(turns, i, text[:begin].rstrip("\n") + text[end:], text[begin:end].strip("\n"))
             told.append(f"messages[{i}] (system): the git status was moved to {place}")
     return turns, tools
+
+
+def _status(text: str) -> tuple[int, int] | None:
+    """Where the status begins, at the beginning of a line, and where the last of its commits ends."""
+    begin = 0 if text.startswith(_BEGIN) else text.find("\n" + _BEGIN) + 1
+    if not text.startswith(_BEGIN, begin):
+        return None
+    commits = text.find(_COMMITS, begin, begin + MOST)
+    if commits < 0:
+        return None
+    end = text.find("\n\n", commits + len(_COMMITS))
+    return begin, len(text) if end < 0 else end + 1

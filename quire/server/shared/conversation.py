@@ -260,7 +260,8 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
     if served.canonical and not said.canonical:
         from quire.chat.canonical import rewrite
 
-        rewritten = rewrite(said.turns, said.tools, served.canonical)
+        check_text(served, "".join(_texts(said.turns)), param)
+        rewritten = await asyncio.to_thread(rewrite, said.turns, said.tools, served.canonical)
         said.turns, said.tools, said.changes, said.canonical = *rewritten, True
     tools = None
     if said.tools.tools:

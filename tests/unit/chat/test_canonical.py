@@ -41,6 +41,8 @@ def texts(turns: list[dict[str, Any]]) -> list[str]:
         ("git", (f"rules\n\n{GIT}", "hi"), ("rules", f"{GIT}\n\nhi")),
         ("git", (f"rules\n\n{GIT}\n\nmore rules", "hi"), ("rules\nmore rules", f"{GIT}\n\nhi")),
         ("git", ("gitStatus: none", "hi"), None),
+        ("git", (GIT, "hi"), ("", f"{GIT}\n\nhi")),
+        ("git", ("a gitStatus: b\nRecent commits:\nc", "hi"), None),
         ("ids", ("session 51802154-c298-426a-b4ec-ed8980b48641!", "hi"), ("session 00000000-0000-0000-0000-000000000000!", "hi")),
         ("ids", ("key 7d1f0a99b2c3d4e5 and 1234567890123456, deadbeef", "hi"), ("key 0000000000000000 and 1234567890123456, deadbeef", "hi")),
         ("ids", ("be kind", "51802154-c298-426a-b4ec-ed8980b48641"), None),

@@ -50,7 +50,7 @@ def port(answers: dict[str, Any]) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(answers["body"].encode())
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

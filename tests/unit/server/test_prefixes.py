@@ -186,6 +186,7 @@ async def test_canonicalization_saves_what_a_break_costs():
     """Tools in another order and other keys each time, as MCP servers answer: all of it is found again."""
     for canonical, least, most in (("auto", 0.9, 1.0), ("none", 0.0, 0.6)):
         replay = server(canonical)
+        last: dict[str, Any] = {}
         async with replay.http() as http:
             for n in range(4):
                 tools = functions(*(f"tool_{(i + n) % 8}" for i in range(8)))

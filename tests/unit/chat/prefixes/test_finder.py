@@ -80,8 +80,10 @@ def test_a_change_is_found_with_its_place_its_text_and_its_price():
 
 def test_what_changes_each_time_is_volatile_and_is_one_place():
     asked = Asked()
+    told = None
     for n in range(4):
         told = asked.ask(talk(f"Session 7d1f0a99b{n}, request {n}.\n{RULES}", "hi"))
+    assert told is not None
     assert told.volatile
     assert told.times == 3
     (place,) = asked.finder.places("")
