@@ -135,6 +135,9 @@ class ServerConfig:
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
     fields: Literal["strict", "tell", "lenient"] = "tell"  # unknown ones in bodies: refused, or ignored and told
+    canonicalize: tuple[
+        str, ...
+    ] = ()  # what of a conversation is rewritten, so that prompts begin alike: names in chat/canonical
 
 
 def within_openmp(threads: int) -> int:

@@ -115,6 +115,7 @@ class MessagesRequest(Prompt, kw_only=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    receipts: bool | None = None  # Quire's own
     metadata: Metadata | None = None
 
     def params(self, vocab_size: int) -> SamplingParams:
@@ -148,7 +149,7 @@ def edits_of(served: Served, asked: Prompt) -> list[Edit]:
 def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
     """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
     try:
-        said, references = turns(asked.messages, asked.system, served.reading)
+        said, references = turns(asked.messages, asked.system, notes, served.reading)
         tools = chosen(asked.tools, asked.tool_choice, references, notes, served.reading)
     except BadRequest as error:
         raise reworded(error) from None
@@ -176,6 +177,7 @@ class Encoded:
     tokens: list[int]
     before: int  # how many tokens there were before the edits
     applied: list[dict[str, Any]]  # edits that cleared something, as an answer tells them
+    said: Conversation  # as it was rendered
 
 
 async def encode(served: Served, said: Conversation, wanted: list[Edit]) -> Encoded:
@@ -193,7 +195,7 @@ async def encode(served: Served, said: Conversation, wanted: list[Edit]) -> Enco
             if saved >= edited.at_least:
                 said, tokens = shorter, fewer
                 applied.append({"type": edit.asked.type, **edited.cleared, "cleared_input_tokens": saved})
-        return Encoded(tokens, before, applied)
+        return Encoded(tokens, before, applied, said)
     except BadRequest as error:
         if error.code == "context_length_exceeded":  # the words that clients look for
             error.message = f"prompt is too long: {error.message}"

@@ -337,7 +337,7 @@ async def generated(served: Served, asked: ResponseRequest, ready: Prepared) -> 
     check_prompt(served, ready.prompt, sampling.max_tokens, "input", "max_output_tokens")
     made = generation(asked, ready.prompt, sampling)
     reading, constraint = await conversation.answering(served, ready.prompt, ready.tools.choice, made.constraint)
-    return replace(made, reading=reading, constraint=constraint)
+    return replace(made, reading=reading, constraint=constraint, origin=ready.said.origin)
 
 
 async def _before(stored: StoredResponses, owner: str, previous: str) -> list[Item]:
