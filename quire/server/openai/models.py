@@ -82,12 +82,17 @@ def _card(model: Model, name: str, itself: bool) -> dict[str, Any]:
 
 def _facts(model: Model, info: EngineInfo) -> dict[str, Any]:
     """The context by all its names, and what the model can do, where it makes text."""
-    context = info.context  # what is served, also where others tell what a model was trained with: clients take it for the window
+    context = (
+        info.context
+    )  # what is served, also where others tell what a model was trained with: clients take it for the window
     answer = max(1, context - 1)  # prompt and answer share the context: each has at least one token of it
     sizes: dict[str, Any] = dict.fromkeys(
         ("context_length", "context_window", "max_context_length", "max_context_window", "n_ctx"), context
     )
-    sizes |= {"max_input_tokens": answer, "meta": {"n_ctx": context, "n_ctx_train": context, "n_vocab": info.vocab_size}}
+    sizes |= {
+        "max_input_tokens": answer,
+        "meta": {"n_ctx": context, "n_ctx_train": context, "n_vocab": info.vocab_size},
+    }
     if not _generates(model):
         return sizes
     calls, reasons = _able(model)
