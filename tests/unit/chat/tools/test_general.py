@@ -274,7 +274,7 @@ def test_reasoning_of_a_model_whose_template_has_no_tools() -> None:
     assert Walk(made.constraint("", Tools(TOOLS, "required"), None), ()).takes(text)
     text = text.replace("hm <tool_call>", "hm")
     walk = Walk(made.constraint("", Tools(TOOLS, "auto"), None), ())
-    assert walk.takes(text) and not walk.takes(text.replace('"now"', '"rm"'))
+    assert walk.takes(f"{text}\nDone.") and not walk.takes(text.replace('"now"', '"rm"'))
 
 
 # ---- the completer
