@@ -88,6 +88,7 @@ class ScriptedClient:
         self.script = script
         self.info: EngineInfo | None = info
         self.alive = True
+        self.wait = 0.0  # seconds before the first token
         self.delay = 0.0  # seconds before each token
         self.on_request: Callable[[Request, int], None] = lambda request, cached: None
         self._tokenizer = tokenizer
@@ -133,6 +134,7 @@ class ScriptedClient:
         if limit is not None and len(ids) > limit:
             ids, finish = ids[:limit], "length"
         began, sent = time.monotonic(), 0
+        await asyncio.sleep(self.wait)
         for i, token in enumerate(ids):
             await asyncio.sleep(self.delay)
             if request.id in self._gone:

@@ -1,6 +1,6 @@
 """`quire serve` with a scripted model: every route, layer and signal is the real one, the answers are planned.
 
-    python -m tests.scripted.server SCRIPT.json [--model smollm2:135m] [--chat-template FILE] [--name coder] [--record FOLDER] [--port 0]
+    python -m tests.scripted.server SCRIPT.json [--model smollm2:135m] [--chat-template FILE] [--name coder] [--record FOLDER]
 
 Prints the address, then `ready`. Ends at SIGTERM.
 """
@@ -35,7 +35,8 @@ def main() -> int:
     p.add_argument("--name", default="scripted-coder")
     p.add_argument("--record", type=Path)
     p.add_argument("--port", type=int, default=0)
-    p.add_argument("--delay", type=float, default=0.0)
+    p.add_argument("--wait", type=float, default=0.0, help="seconds before an answer begins, as a long prompt takes")
+    p.add_argument("--delay", type=float, default=0.0, help="seconds before each token")
     p.add_argument("--context", type=int, default=131_072)
     p.add_argument("--home", type=Path, help="where the note for `quire ps` goes")
     p.add_argument("--api-key")
@@ -53,7 +54,7 @@ def main() -> int:
 
     async def opener(server: Server, model: Model) -> Any:
         made = scripted(script, store.resolve(a.model), name=a.name, template=template, context=a.context)
-        made[0].delay = a.delay
+        made[0].wait, made[0].delay = a.wait, a.delay
         _ = made[1].answer_format  # found now, as loading does
         return made
 
