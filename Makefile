@@ -65,7 +65,7 @@ test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire
 test-stalled: $(VENV)/.tested ## The tests that wait for something, with processes that stand still at random (Linux)
 	@$(BIN)/python -m tests.stalled $(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not large" $(if $(ARGS),$(ARGS),tests/unit/server tests/unit/engine tests/unit/cli tests/unit/test_llm.py tests/unit/benchmarks tests/unit/weights tests/unit/chat tests/e2e)
 
-test-clients: build/clients/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
+test-clients: build/clients/.installed build/clients/agents/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
 	@build/clients/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/e2e/clients)
 
 check: $(VENV)/.tested
@@ -147,4 +147,20 @@ build/clients/.installed: $(CLIENTS) | $(VENV)/.tested
 	@build/clients/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r build/clients/requirements.txt
 	@if command -v npm >/dev/null; then cp $< build/clients/ && npm install --prefix build/clients --no-audit --no-fund --loglevel=error; \
 	  else echo "make: npm is not here, so the npm clients are skipped (install node 20 or newer)"; fi
+	@touch $@
+
+# Coding agents are programs, each with packages of its own: npm's in a folder and PyPI's in an environment that nobody else uses. Of the
+# packages' install scripts two are run, by name: they put the program into its place. An agent that cannot be had is skipped by its test.
+build/clients/agents/.installed: tests/e2e/clients/agents/package.json pyproject.toml | $(VENV)/.tested
+	@echo "make: installing the coding agents into build/clients/agents"
+	@mkdir -p build/clients/agents
+	@test -x build/clients/agents/venv/bin/python || $(BIN)/python -m venv build/clients/agents/venv
+	@$(BIN)/python -c '$(WANTED)' agents > build/clients/agents/requirements.txt
+	@build/clients/agents/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r build/clients/agents/requirements.txt \
+	  || echo "make: aider and llm could not be installed, so their tests are skipped"
+	@if command -v npm >/dev/null; then cp $< build/clients/agents/ && cd build/clients/agents \
+	  && npm install --ignore-scripts --no-audit --no-fund --loglevel=error \
+	  && (cd node_modules/@anthropic-ai/claude-code && node install.cjs) && (cd node_modules/opencode-ai && node postinstall.mjs) \
+	  || echo "make: the agents from npm could not all be installed; the tests of those that are missing are skipped"; \
+	  else echo "make: npm is not here, so the agents from npm are skipped (install node 20 or newer)"; fi
 	@touch $@
