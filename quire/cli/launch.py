@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.arguments.options import Argument, Option
 from quire.cli.terminal import ui
 from quire.config import Environment, child_environment
-from quire.observe.errors import BadRequest, NotFound
+from quire.observe.errors import BadRequest, NotFound, QuireError
 
 if TYPE_CHECKING:
     from quire.cli.agents.background import Running
@@ -31,7 +31,8 @@ PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 def command(
     agent: Annotated[str, Argument(metavar="AGENT", help="codex, claude, opencode, qwen, aider or llm.")],
     arguments: Annotated[
-        list[str] | None, Argument(metavar="ARGUMENTS", help="What the agent itself is given; after `--` where that begins with a dash.")
+        list[str] | None,
+        Argument(metavar="ARGUMENTS", help="What the agent itself is given; after `--` where that begins with a dash."),
     ] = None,
     model: Annotated[
         str | None, Option("--model", help=f"Model to serve. Default: that of the running server, or {CODER}.")
@@ -64,10 +65,7 @@ def command(
         signal.signal(number, _leave)
     with _server(model, url, env) as running:
         target = _target(one, running, env)
-        if target.context < one.prompt * 5 // 4:
-            ui.note(
-                f"warning: {one.title} sends about {one.prompt} tokens before your first word, and the context is {target.context}"
-            )
+        _must_fit(one, target)
         settings = one.configure(target)
         _write(target.folder, settings)
         ui.note(f"{one.title} on {target.model} at {target.url}")
@@ -84,13 +82,13 @@ def _server(model: str | None, url: str, env: Environment) -> Generator[Running]
 
     store = Store(env, accepts=supported)
     url = url.rstrip("/").removesuffix("/v1")
-    name = None if model is None else _name(store, model)
-    found = background.find(url, name, env.api_key)
+    found = _running(store, model, url, env)
     if found is not None:
+        name = found.model
         if found.context is None:
-            ui.note(f"{found.model} is still loading at {url}")
+            ui.note(f"{name} is still loading at {url}")
             found = background.wait_until_ready(
-                url, found.model, env.api_key, ui.note, lambda: background.find(url, name, env.api_key) is not None
+                url, name, env.api_key, ui.note, lambda: background.find(url, name, env.api_key) is not None
             )
         yield found
         return
@@ -98,6 +96,17 @@ def _server(model: str | None, url: str, env: Environment) -> Generator[Running]
     here(store, wanted)  # with a bar, before anything runs in the background
     with background.started(wanted, _name(store, wanted), env.home, child_environment({}), env.api_key, ui.note) as own:
         yield own
+
+
+def _running(store: Store, model: str | None, url: str, env: Environment) -> Running | None:
+    """The model on the server at that address, by the name it is served under or by what the store calls it."""
+    from quire.cli.agents.background import find
+
+    found = find(url, model, env.api_key)
+    if found is None and model is not None:
+        with contextlib.suppress(QuireError):  # a name that is no model's here: whoever serves it would have had it
+            found = find(url, _name(store, model), env.api_key)
+    return found
 
 
 def _name(store: Store, model: str) -> str:
@@ -116,14 +125,27 @@ def _target(agent: Agent, running: Running, env: Environment) -> Target:
 
 def _shown(agent: Agent, model: str | None, url: str, env: Environment) -> Target:
     """What is printed: a server is asked if one runs, and none is started."""
-    from quire.cli.agents.background import Running, find
+    from quire.cli.agents.background import Running
+    from quire.cli.pull import supported
+    from quire.weights.store.store import Store
 
     url = url.rstrip("/").removesuffix("/v1")
-    running = find(url, model, env.api_key)
+    running = _running(Store(env, accepts=supported), model, url, env)
     if running is None:
         running = Running(url, model or CODER, CONTEXT)
         ui.note(f"nothing serves {running.model} at {url}: start it with `quire serve {running.model}`")
     return _target(agent, running, env)
+
+
+def _must_fit(agent: Agent, target: Target) -> None:
+    """Refuse a context that the agent's own instructions fill: some agents would try for ever to make the conversation shorter."""
+    if target.context - target.answer < agent.prompt:
+        raise BadRequest(
+            f"{target.model} has a context of {target.context} tokens at {target.url}; {agent.title} sends about {agent.prompt} of its own "
+            f"before your first word, and an answer may have {target.answer}",
+            cure="serve a model with a larger context (quire serve MODEL --context N)",
+            param="model",
+        )
 
 
 def _write(folder: Path, settings: Settings) -> None:

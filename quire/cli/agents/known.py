@@ -129,13 +129,13 @@ def llm(to: Target) -> Settings:
 AGENTS: dict[str, Agent] = {
     agent.name: agent
     for agent in (
-        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", ("exec", "…"), 9_000, codex),
+        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", ("exec", "…"), 8_000, codex),
         Agent(
-            "claude", "Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", ("-p", "…"), 20_000, claude
+            "claude", "Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", ("-p", "…"), 18_000, claude
         ),
-        Agent("opencode", "opencode", "opencode", "npm install -g opencode-ai", ("run", "…"), 8_000, opencode),
-        Agent("qwen", "Qwen Code", "qwen", "npm install -g @qwen-code/qwen-code", ("-p", "…"), 19_000, qwen),
-        Agent("aider", "aider", "aider", "pip install aider-chat", ("--message", "…"), 1_000, aider),
+        Agent("opencode", "opencode", "opencode", "npm install -g opencode-ai", ("run", "…"), 7_000, opencode),
+        Agent("qwen", "Qwen Code", "qwen", "npm install -g @qwen-code/qwen-code", ("-p", "…"), 17_000, qwen),
+        Agent("aider", "aider", "aider", "pip install aider-chat", ("--message", "…"), 700, aider),
         Agent("llm", "llm", "llm", "pip install llm", ("…",), 0, llm),
     )
 }

@@ -63,7 +63,7 @@ class Agent:
     program: str  # the command
     install: str  # the command that installs it
     example: tuple[str, ...]  # arguments that give it one task and end
-    prompt: int  # tokens it sends before the user's first word, about
+    prompt: int  # tokens that it sends before the user's first word, at least; they differ by tokenizer and version
     configure: Callable[[Target], Settings]
 
 

@@ -162,10 +162,13 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
             cure="add tool_result blocks",
             param="messages",
         )
-    if continues and asked.thinking is not None and asked.thinking.type == "enabled":
-        raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+    thinking = asked.thinking
+    if continues and thinking is not None and thinking.type == "enabled":
+        if isinstance(asked, MessagesRequest):
+            raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+        thinking = None  # Claude Code counts conversations that end with an answer, and asks for thinking as it always does
     effort = None if asked.output_config is None else asked.output_config.effort
-    return Conversation(said, tools, keywords(served, asked.thinking, effort, notes), continues=continues)
+    return Conversation(said, tools, keywords(served, thinking, effort, notes), continues=continues)
 
 
 @dataclass(frozen=True, slots=True)

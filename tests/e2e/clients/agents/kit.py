@@ -1,7 +1,7 @@
 """Coding agents in a home and a project of their own, started by `quire launch` on a scripted model, and what the server saw of them.
 
-The agents are installed in build/clients/agents (`make test-clients` puts them there, or QUIRE_TEST_AGENTS names another folder): those from
-npm under node_modules, those from PyPI under venv.
+The agents are in the folder that QUIRE_TEST_AGENTS names, which `make test-clients` and `make test-large` set: those from npm under node_modules,
+those from PyPI under venv.
 """
 
 from __future__ import annotations
@@ -157,8 +157,10 @@ CASES = {
 }
 
 
-def needs(agent: str) -> None:
+def needs_agent(agent: str) -> None:
     """Skip where node or the agent is not there."""
+    if "QUIRE_TEST_AGENTS" not in os.environ:
+        pytest.skip("takes minutes: `make test-clients` runs it (QUIRE_TEST_AGENTS says where the agents are)")
     program = AGENTS[agent].program
     if shutil.which("node") is None and not (BINS[1] / program).exists():
         pytest.skip("needs node on the PATH (20 or newer)")
@@ -178,12 +180,14 @@ class Place:
         path = os.pathsep.join([*map(str, BINS), os.environ["PATH"]])
         return {"PATH": path, "HOME": str(self.home), "TERM": "dumb", "LANG": "C.UTF-8", **more}
 
-    def run(self, words: list[str], seconds: float = SECONDS, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, words: list[str], variables: dict[str, str] | None = None, seconds: float = SECONDS
+    ) -> subprocess.CompletedProcess[str]:
         """Run to the end, and see that nothing of it is left."""
         process = subprocess.Popen(
             words,
             cwd=self.project,
-            env=self.environment(**variables),
+            env=self.environment(**(variables or {})),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -204,10 +208,8 @@ class Place:
 
     def left_running(self) -> list[str]:
         """Processes with this home that do not end by themselves; they are killed."""
-        for _ in range(50):
-            found = self._processes()
-            if not found:
-                return []
+        end = time.monotonic() + 5
+        while (found := self._processes()) and time.monotonic() < end:
             time.sleep(0.1)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -222,10 +224,12 @@ class Place:
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
         return found
 
-    def launch(self, agent: str, url: str, arguments: tuple[str, ...], *more: str, **variables: str) -> Any:
+    def launch(
+        self, agent: str, url: str, arguments: tuple[str, ...], *more: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """`quire launch AGENT --url URL -- ARGUMENTS`."""
         own = [sys.executable, "-P", "-m", "quire.cli.main", "launch", agent, "--url", url, *more, "--", *arguments]
-        return self.run(own, **variables)
+        return self.run(own, variables)
 
 
 def _kill_group(group: int) -> None:

@@ -27,7 +27,7 @@ class Done:
 
 @pytest.fixture(scope="module", params=list(kit.CASES))
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Done]:
-    kit.needs(request.param)
+    kit.needs_agent(request.param)
     case = kit.CASES[request.param]
     folder = tmp_path_factory.mktemp(case.name)
     place = kit.place(folder)
