@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from quire.cli.agents.known import AGENTS
+from quire.cli.agents.page import written
 from quire.cli.agents.settings import PATIENCE_MS, Target, as_shell
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,3 +228,10 @@ def test_words_are_quoted_for_a_shell():
     for agent in AGENTS.values():
         lines = as_shell(agent, target, ("say $HOME",))
         assert shlex.split(lines.splitlines()[-1])[-1] == "say $HOME"
+
+
+def test_the_page_shows_these_settings():
+    page = (ROOT / "docs" / "agents.md").read_text()
+    assert written(page) == page, "python -m quire.cli.agents.page docs/agents.md"
+    for agent in AGENTS.values():
+        assert f"<!-- settings: {agent.name} -->" in page and f"| {agent.title} | `{agent.name}` |" in page
