@@ -38,6 +38,9 @@ def command(
         str | None, Option("--model", help=f"Model to serve. Default: that of the running server, or {CODER}.")
     ] = None,
     url: Annotated[str, Option("--url", help="Where a server may run already; it is used if it has the model.")] = URL,
+    lean: Annotated[
+        bool, Option("--lean", help="Only the tools that work on code: much less to read before the first answer.")
+    ] = False,
     show: Annotated[bool, Option("--print", help="Show the settings and the command, as lines for a shell.")] = False,
 ) -> None:
     """Start a coding agent on a model served here.
@@ -50,13 +53,15 @@ def command(
     from quire.cli.agents.known import AGENTS
     from quire.cli.agents.settings import as_shell
 
+    if lean and agent in AGENTS and not AGENTS[agent].lean:
+        raise BadRequest(f"{AGENTS[agent].title} has no tools to leave out: --lean does nothing for it", param="lean")
     if agent not in AGENTS:
         raise BadRequest(f"there is no agent {agent!r} here: there are {', '.join(AGENTS)}", param="agent")
     one = AGENTS[agent]
     env = Environment.read()
     given = tuple(arguments or ())
     if show:
-        ui.echo(as_shell(one, _shown(one, model, url, env), given))
+        ui.echo(as_shell(one, _shown(one, model, url, env, lean), given))
         return
     program = shutil.which(one.program)
     if program is None:
@@ -64,7 +69,7 @@ def command(
     for number in (signal.SIGTERM, signal.SIGHUP):  # a server that was started is stopped whatever ends this process
         signal.signal(number, _leave)
     with _server(model, url, env) as running:
-        target = _target(one, running, env)
+        target = _target(one, running, env, lean)
         _must_fit(one, target)
         settings = one.configure(target)
         _write(target.folder, settings)
@@ -116,14 +121,14 @@ def _name(store: Store, model: str) -> str:
     return read_models(store, [model], [])[0].name
 
 
-def _target(agent: Agent, running: Running, env: Environment) -> Target:
+def _target(agent: Agent, running: Running, env: Environment, lean: bool) -> Target:
     from quire.cli.agents.settings import Target
 
     folder = env.home / "agents" / agent.name
-    return Target(running.url, running.model, running.context or CONTEXT, env.api_key, folder)
+    return Target(running.url, running.model, running.context or CONTEXT, env.api_key, folder, lean)
 
 
-def _shown(agent: Agent, model: str | None, url: str, env: Environment) -> Target:
+def _shown(agent: Agent, model: str | None, url: str, env: Environment, lean: bool) -> Target:
     """What is printed: a server is asked if one runs, and none is started."""
     from quire.cli.agents.background import Running
     from quire.cli.pull import supported
@@ -134,16 +139,17 @@ def _shown(agent: Agent, model: str | None, url: str, env: Environment) -> Targe
     if running is None:
         running = Running(url, model or CODER, CONTEXT)
         ui.note(f"nothing serves {running.model} at {url}: start it with `quire serve {running.model}`")
-    return _target(agent, running, env)
+    return _target(agent, running, env, lean)
 
 
 def _must_fit(agent: Agent, target: Target) -> None:
     """Refuse a context that the agent's own instructions fill: some agents would try for ever to make the conversation shorter."""
-    if target.context - target.answer < agent.prompt:
+    if not target.lean and target.context - target.answer < agent.prompt:
         raise BadRequest(
             f"{target.model} has a context of {target.context} tokens at {target.url}; {agent.title} sends about {agent.prompt} of its own "
             f"before your first word, and an answer may have {target.answer}",
-            cure="serve a model with a larger context (quire serve MODEL --context N)",
+            cure="serve a model with a larger context (quire serve MODEL --context N)"
+            + (", or try --lean" if agent.lean else ""),
             param="model",
         )
 

@@ -22,6 +22,7 @@ def codex(to: Target) -> Settings:
     }
     if to.key:
         provider["env_key"] = '"QUIRE_API_KEY"'
+    features = {f"features.{name}": "false" for name in ("multi_agent", "goals")} if to.lean else {}
     table = ",".join(f"{name}={value}" for name, value in provider.items())
     options = {
         "model": _toml(to.model),
@@ -29,6 +30,7 @@ def codex(to: Target) -> Settings:
         "model_provider": '"quire"',
         "model_providers.quire": f"{{{table}}}",
         "web_search": '"disabled"',
+        **features,
     }
     arguments = tuple(word for name, value in options.items() for word in ("-c", f"{name}={value}"))
     return Settings(arguments, {"QUIRE_API_KEY": to.key} if to.key else {})
@@ -37,6 +39,7 @@ def codex(to: Target) -> Settings:
 def claude(to: Target) -> Settings:
     """Variables. Each of its kinds of models is the one there is; the last three are what makes it wait longer than five minutes."""
     return Settings(
+        arguments=("--tools=Bash,Edit,Read,Write",) if to.lean else (),
         variables={
             "ANTHROPIC_BASE_URL": to.url,
             "ANTHROPIC_AUTH_TOKEN": to.secret,
@@ -59,7 +62,7 @@ def opencode(to: Target) -> Settings:
     """A configuration in a variable, which it lays over the user's own."""
     options: dict[str, Any] = {"baseURL": to.openai, "apiKey": to.secret, "timeout": False}
     limit = {"context": to.context, "output": to.answer}
-    config = {
+    config: dict[str, Any] = {
         "model": f"quire/{to.model}",
         "small_model": f"quire/{to.model}",
         "provider": {
@@ -71,13 +74,23 @@ def opencode(to: Target) -> Settings:
             }
         },
     }
+    if to.lean:
+        config["tools"] = dict.fromkeys(("task", "todowrite", "webfetch", "skill"), False)
     return Settings(variables={"OPENCODE_CONFIG_CONTENT": json.dumps(config, separators=(",", ":"))})
+
+
+_QWEN_BESIDE = (
+    *("agent", "skill", "todo_write", "web_fetch", "monitor", "task_stop", "send_message"),
+    "tool_search",
+)
 
 
 def qwen(to: Target) -> Settings:
     """Variables for the address, and a settings file beside the user's own for what has no variable: patience and the context."""
     answer = {"timeout": PATIENCE_MS, "contextWindowSize": to.context, "samplingParams": {"max_tokens": to.answer}}
-    settings = {"model": {"generationConfig": answer}}
+    settings: dict[str, Any] = {"model": {"generationConfig": answer}}
+    if to.lean:
+        settings["tools"] = {"exclude": list(_QWEN_BESIDE)}
     return Settings(
         arguments=("--auth-type", "openai", "--model", to.model),
         variables={
@@ -129,13 +142,19 @@ def llm(to: Target) -> Settings:
 AGENTS: dict[str, Agent] = {
     agent.name: agent
     for agent in (
-        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", ("exec", "…"), 8_000, codex),
+        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", True, 8_000, codex),
         Agent(
-            "claude", "Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", ("-p", "…"), 18_000, claude
+            "claude",
+            "Claude Code",
+            "claude",
+            "npm install -g @anthropic-ai/claude-code",
+            True,
+            18_000,
+            claude,
         ),
-        Agent("opencode", "opencode", "opencode", "npm install -g opencode-ai", ("run", "…"), 7_000, opencode),
-        Agent("qwen", "Qwen Code", "qwen", "npm install -g @qwen-code/qwen-code", ("-p", "…"), 17_000, qwen),
-        Agent("aider", "aider", "aider", "pip install aider-chat", ("--message", "…"), 700, aider),
-        Agent("llm", "llm", "llm", "pip install llm", ("…",), 0, llm),
+        Agent("opencode", "opencode", "opencode", "npm install -g opencode-ai", True, 7_000, opencode),
+        Agent("qwen", "Qwen Code", "qwen", "npm install -g @qwen-code/qwen-code", True, 17_000, qwen),
+        Agent("aider", "aider", "aider", "pip install aider-chat", False, 700, aider),
+        Agent("llm", "llm", "llm", "pip install llm", False, 0, llm),
     )
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 KEYLESS = "unused"  # what an agent that wants a key gets where the server asks for none
@@ -27,6 +27,7 @@ class Target:
     context: int  # tokens of prompt and answer together
     key: str | None  # what the server asks for
     folder: Path  # for files that the agent needs
+    lean: bool = False  # only the tools that work on code: shorter instructions, which a CPU reads sooner
 
     @property
     def openai(self) -> str:
@@ -62,14 +63,14 @@ class Agent:
     title: str
     program: str  # the command
     install: str  # the command that installs it
-    example: tuple[str, ...]  # arguments that give it one task and end
+    lean: bool  # whether its instructions can be made shorter
     prompt: int  # tokens that it sends before the user's first word, at least; they differ by tokenizer and version
     configure: Callable[[Target], Settings]
 
 
 def as_shell(agent: Agent, target: Target, arguments: tuple[str, ...] = ()) -> str:
     """The settings as lines for a shell, to copy: they do what `quire launch` would. A key is never shown."""
-    shown = Target(target.url, target.model, target.context, target.key and KEY, target.folder)
+    shown = replace(target, key=target.key and KEY)
     settings = agent.configure(shown)
     lines = []
     if settings.files:

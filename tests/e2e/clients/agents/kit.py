@@ -267,6 +267,13 @@ class Recorded:
         )
 
 
+def tokens(answer: str) -> int:
+    """The tokens of a prompt, as its answer tells them: those from the cache and the others."""
+    names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    last = {name: int(count) for name, count in re.findall(r'"(\w+_tokens)":\s*(\d+)', answer) if name in names}
+    return sum(last.values())
+
+
 @dataclass
 class Scripted:
     """A scripted server."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from quire.cli.agents.known import AGENTS
 from tests.e2e.clients.agents import kit
+
+# Characters of tools that lean instructions stay below; in full they are 17,000, 64,000, 21,000 and 39,000.
+LEAN = {"codex": 10_000, "claude": 25_000, "opencode": 14_000, "qwen": 20_000}
 
 
 @dataclass
@@ -63,3 +68,19 @@ def test_the_server_refuses_nothing(done: Done):
 
 def test_nothing_that_was_sent_is_without_effect(done: Done):
     assert {note for seen in (*done.first, *done.second) for note in seen.notes} == set()
+
+
+@pytest.mark.parametrize("agent", [name for name, one in AGENTS.items() if one.lean])
+def test_lean_instructions_do_the_task_too(agent: str, tmp_path: Path, model_path: Path):
+    """The tools that are left do it, and the prompt is a good part shorter."""
+    kit.needs_agent(agent)
+    case, place = kit.CASES[agent], kit.place(tmp_path)
+    with kit.scripted(tmp_path / "server", case.rules(place.project)) as server:
+        done = place.launch(agent, server.url, (*case.first, kit.TASK), "--lean", **case.variables)
+        seen = [one for one in server.recorded() if one.route.startswith("POST")]
+    assert done.returncode == 0 and "THE SUM IS 5" in done.stdout, done.stdout
+    assert (place.project / "out.txt").read_text() == "sum=5\n"
+    assert {one.status for one in seen} == {200} and not any(one.notes for one in seen)
+    longest = max(len(json.dumps(one.body.get("tools") or [])) for one in seen)
+    print(f"{agent}: {longest} characters of tools, {max(kit.tokens(one.answer) for one in seen)} tokens")
+    assert 0 < longest < LEAN[agent]
