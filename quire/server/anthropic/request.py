@@ -166,7 +166,9 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
     if continues and thinking is not None and thinking.type == "enabled":
         if isinstance(asked, MessagesRequest):
             raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
-        thinking = None  # Claude Code counts conversations that end with an answer, and asks for thinking as it always does
+        thinking = (
+            None  # Claude Code counts conversations that end with an answer, and asks for thinking as it always does
+        )
     effort = None if asked.output_config is None else asked.output_config.effort
     return Conversation(said, tools, keywords(served, thinking, effort, notes), continues=continues)
 

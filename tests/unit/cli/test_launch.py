@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,17 @@ def test_what_cannot_be_is_told_before_anything_starts(machine: Machine, server:
     assert not (machine.folder / "told.json").exists()
     machine.install("llm")  # which sends nothing of its own
     assert machine.launch("llm", "--url", url)[0] == 7
+
+
+def test_lean_is_for_those_who_can_be(machine: Machine, server: tuple[str, type[Served]]):
+    url, _ = server
+    for agent in AGENTS.values():
+        machine.install(agent.program)
+        code, _, said = machine.launch(agent.name, "--url", url, "--lean")
+        assert code == (7 if agent.lean else 1), said
+        assert agent.lean or "--lean does nothing for it" in said
+        target = Target(url, "m", 32_768, None, machine.home)
+        assert (agent.configure(target) == agent.configure(replace(target, lean=True))) is not agent.lean
 
 
 def test_signals_are_passed_on(machine: Machine, server: tuple[str, type[Served]]):
