@@ -232,7 +232,7 @@ def test_agents_wait_for_slow_answers():
         settings = agent.configure(target)
         text = " ".join([*settings.arguments, *settings.variables.values(), *settings.files.values()])
         waits = (str(PATIENCE_MS), f"--timeout {PATIENCE_MS // 1000}", '"timeout":false')
-        assert any(wait in text for wait in waits) or agent.name == "llm", agent.name  # llm has none
+        assert any(wait in text for wait in waits) or agent.name == "llm", agent.name  # llm cannot be told
 
 
 def test_words_are_quoted_for_a_shell():

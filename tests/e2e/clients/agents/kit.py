@@ -25,7 +25,7 @@ import pytest
 from quire.cli.agents.known import AGENTS
 from tests.e2e.conftest import ROOT
 
-FOLDER = Path(os.environ.get("QUIRE_TEST_AGENTS", ROOT / "build" / "clients" / "agents"))
+FOLDER = Path(os.environ.get("QUIRE_TEST_AGENTS", ROOT / "build" / "clients" / "agents")).resolve()
 BINS = (FOLDER / "node_modules" / ".bin", FOLDER / "venv" / "bin")
 SECONDS = 120.0  # that one run of an agent may take
 MODEL = "scripted-coder"
