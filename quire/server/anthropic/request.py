@@ -163,10 +163,14 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
             cure="add tool_result blocks",
             param="messages",
         )
-    if continues and asked.thinking is not None and asked.thinking.type == "enabled":
-        raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+    thinking = asked.thinking
+    if continues and thinking is not None and thinking.type == "enabled":
+        if isinstance(asked, MessagesRequest):
+            raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+        # Claude Code counts conversations that end with an answer, and asks for thinking as it always does.
+        thinking = None
     effort = None if asked.output_config is None else asked.output_config.effort
-    kwargs = keywords(served, asked.thinking, effort, notes)
+    kwargs = keywords(served, thinking, effort, notes)
     return Conversation(said, tools, kwargs, continues=continues, notes=notes)
 
 
