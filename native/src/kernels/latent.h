@@ -60,7 +60,7 @@ template <class Body> inline void for_latent_tiles(int count, Body&& body) {
     }
 }
 
-void attend_latent(const AttendArgs& a) {
+void attend_latent_parts(const AttendArgs& a) {
     const int D = a.cell.head_dim, L = a.cell.latent, wide = (D + 15) / 16 * 16, wide_value = (L + 15) / 16 * 16;
     const PartShape shape(L);
     float* queries = (float*)a.scratch;
@@ -120,6 +120,11 @@ void attend_latent(const AttendArgs& a) {
                                                          scores + first * kAttendStride + start, a.part + first);
         });
     }
+}
+
+void attend_latent(const AttendArgs& a) {
+    attend_latent_parts(a);
+    merge_parts(a, a.cell.latent);
 }
 
 }  // namespace
