@@ -33,6 +33,7 @@ constexpr int kChunk = 256;  // tokens whose softmax is one sum; a query's past 
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLatentDim = 576;  // of a key whose front is the value
 constexpr int kMaxAttend = 192;     // queries in one call
+constexpr int kMaxLatent = 64;      // over latent cells
 
 enum class KvType { Half, Byte, Fixed, Float };  // floats are never cached: encoders lay out their keys like that for a step
 
@@ -102,7 +103,7 @@ constexpr size_t attend_scratch() {
 }
 constexpr int kLatentBlock = 32;
 constexpr size_t latent_scratch() {
-    return sizeof(float) * (size_t)(kMaxAttend * (kMaxLatentDim + kAttendStride) + kLatentBlock * kMaxLatentDim);
+    return sizeof(float) * (size_t)(kMaxLatent * (kMaxLatentDim + kAttendStride) + kLatentBlock * kMaxLatentDim);
 }
 
 // One row of the delta rule over one head's state [rows][columns]; `to` may be `from`.

@@ -14,6 +14,7 @@ namespace {
 constexpr int kTile = kAttendTile;               // queries that an item of several tiles tries to hold
 constexpr int kSmall = 24;                      // tiles of fewer queries gain from company
 constexpr size_t kPartBytes = (size_t)64 << 20;  // address space; memory only where parts are written
+constexpr int kTilesPerThread = 4;              // at least, before tiles become larger than kTile
 constexpr int kItemsPerThread = 8;              // of the largest size that an item of a cut tile may have
 
 // Rows of a full tile of about so many queries: whole register tiles if that comes out near.
@@ -122,7 +123,7 @@ void Schedule::divide(const BatchView& b, int threads, bool wanted) {
     batch_ = &b;
     tiles_.clear(), items_.clear(), members_.clear();
     used_ = 0;
-    const int most = rows_;
+    const int most = std::clamp((int)((int64_t)b.tokens * kv_heads_ / ((int64_t)threads * kTilesPerThread)), std::min(rows_, rows_of(group_, kTile)), rows_);
     int64_t all = 0;
     wanted_.assign((size_t)b.tokens, !wanted);
     for (int i = 0; i < b.rows && wanted; i++) wanted_[(size_t)b.logit_rows[i]] = 1;

@@ -87,8 +87,9 @@ struct Attend : Step {
 
     static size_t own_scratch(const KvShape& kv) { return kv.latent ? latent_scratch() : attend_scratch(); }
     static size_t scratch(const KvShape& kv, int width) {
-        return own_scratch(kv) + 2 * kMaxAttend * PartShape(width).floats * sizeof(float);
+        return own_scratch(kv) + 2 * (size_t)most(kv) * PartShape(width).floats * sizeof(float);
     }
+    static int most(const KvShape& kv) { return kv.latent ? kMaxLatent : kMaxAttend; }  // queries of a call
 
     void prepare(const Run& run) override {
         if (divides) all->divide(run.batch, run.threads);
@@ -103,7 +104,9 @@ struct Attend : Step {
         const Schedule::Item& item = schedule->item(i);
         const int head = schedule->head(i), then = i + 1;  // what this thread will most likely do next
         if (item.whole) return whole(run, item, head, then, thread);
-        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, item, head, c, then, thread);
+        AttendArgs a = view(run, head, thread);
+        a.count = 0;
+        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, a, item, head, c, then);
         for (int m = 0; m < item.members; m++) {
             const Schedule::Tile& tile = schedule->tile(item, m);
             if (!schedule->last(tile, head)) continue;
@@ -126,10 +129,11 @@ struct Attend : Step {
         const size_t stride = PartShape(width).floats;
         if (store && schedule->alone()) store->heads(run, tile.row, head, head + 1, thread);
         float* sums = (float*)(plan.scratch(thread) + own_scratch(plan.kv(pool)));
-        float* parts = sums + kMaxAttend * stride;
+        const int together = most(plan.kv(pool));
+        float* parts = sums + (size_t)together * stride;
         AttendArgs a = view(run, head, thread);
-        for (int start = 0; start < queries; start += kMaxAttend) {
-            const int end = start + kMaxAttend < queries ? start + kMaxAttend : queries;
+        for (int start = 0; start < queries; start += together) {
+            const int end = std::min(start + together, queries);
             for (int c = tile.begin, before = 0; c < tile.chunks; c++, before = a.count) {
                 look(run, a, tile, head, c, tile.chunks, then);
                 for (int j = start; j < end; j++) {
@@ -146,16 +150,18 @@ struct Attend : Step {
     }
 
     // One chunk for every tile of the item; the parts stay where the last one to come finds them.
-    void piece(const Run& run, const Schedule::Item& item, int head, int chunk, int then, int thread) const {
-        AttendArgs a = view(run, head, thread);
+    void piece(const Run& run, AttendArgs& a, const Schedule::Item& item, int head, int chunk, int then) const {
+        const int before = a.count, together = most(run.plan.kv(pool));
+        int queries = 0;
         look(run, a, schedule->tile(item, 0), head, chunk, item.chunk + item.chunks, then);
         for (int m = 0; m < item.members; m++) {
             const Schedule::Tile& tile = schedule->tile(item, m);
-            for (int j = 0; j < tile.rows * schedule->group(); j++) {
+            for (int j = 0; j < tile.rows * schedule->group(); j++, queries++) {
+                if (a.count == together) attend(run, a), a.count = 0;
                 put(run, a, tile, head, j, chunk, schedule->part(tile, head, chunk, j));
-                if (a.count == kMaxAttend) attend(run, a), a.count = 0;
             }
         }
+        a.again = before == queries && a.count == queries;  // all of them, and all of them before
         if (a.count) attend(run, a);
     }
 
