@@ -27,7 +27,7 @@ void linear_tiled(const Matrix& w, int b0, int b1, const uint8_t* x, const Quant
 
 void attend(const AttendArgs& a) {
     if (a.cell.type != KvType::Fixed || !can_tile(a)) return avx512_kernels()->attend(a);
-    a.windowed || a.cap > 0.0f ? attend_tiled<true>(a) : attend_tiled<false>(a);
+    attend_tiled(a);
 }
 
 }  // namespace

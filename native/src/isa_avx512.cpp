@@ -7,7 +7,7 @@ namespace {
 
 void attend(const AttendArgs& a) {
     if (a.cell.type != KvType::Fixed) return avx512bw_kernels()->attend(a);
-    a.windowed || a.cap > 0.0f ? attend_fixed<true>(a) : attend_fixed<false>(a);
+    attend_fixed(a);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <algorithm>
+
 #include "elementwise.h"
 #include "weight.h"
 
@@ -30,9 +32,12 @@ constexpr int kPage = 16;    // tokens in a KV page: the lane count
 constexpr int kChunk = 256;  // tokens whose softmax is one sum; a query's past is cut at multiples of this, always
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLatentDim = 576;  // of a key whose front is the value
-constexpr int kMaxAttend = 64;      // queries in one call
+constexpr int kMaxAttend = 192;     // queries in one call
+constexpr int kMaxLatent = 64;      // over latent cells
 
 enum class KvType { Half, Byte, Fixed, Float };  // floats are never cached: encoders lay out their keys like that for a step
+
+constexpr float kFixedUnit = 16319.0f / 256;
 
 // What one head keeps of a page: keys [head_dim][16], then values [16][head_dim]. Bytes have a float32 scale per token,
 // 16 for the keys and 16 for the values, after both. So do fixed numbers (kernels/fixed.h), whose planes have columns or tokens
@@ -48,6 +53,8 @@ struct KvCell {
     bool scaled() const { return type == KvType::Byte || type == KvType::Fixed; }
     size_t values_at() const { return numbers() * width(); }
     size_t scales_at() const { return 2 * values_at(); }
+    // What a part's total weighs: the weights of fixed numbers are whole ones, 16319 for 1 and so much less in sums of upper bytes.
+    float unit() const { return type == KvType::Fixed ? kFixedUnit : 1.0f; }
     size_t bytes() const {
         return latent ? values_at() : scales_at() + (scaled() ? 2 * kPage * sizeof(float) : 0);
     }
@@ -69,6 +76,8 @@ struct AttendArgs {
     const int32_t* pages;  // of the chunk, the first one first; those before every query's `from` are not looked at
     const uint8_t* coming[kComing];  // cells that will be wanted after these
     int ahead;                       // how many of them there are
+    const int32_t* following = nullptr;  // pages of the chunk that the same queries look at next
+    int follow = 0;                      // how many of them there are
     KvCell cell;
     float scale;
     float cap = 0;         // a score s becomes cap * tanh(s / cap); 0: it stays
@@ -76,21 +85,25 @@ struct AttendArgs {
     bool finite = false;    // all halves of the cells that are looked at are
     uint8_t* scratch;                // attend_scratch() bytes
     int count;                       // queries, at most kMaxAttend
+    bool again = false;              // the same queries as in the last call with this scratch
     const float* query[kMaxAttend];  // [head_dim]
     float* part[kMaxAttend];         // PartShape
+    float* sum[kMaxAttend];          // if there is one, the part is merged into it, and may be left unmade
     int32_t from[kMaxAttend];        // tokens [from, seen) of the chunk are what query i looks at, never none
     int32_t seen[kMaxAttend];        // 1 to kChunk
 };
 
+constexpr int kAttendTile = 48;                     // queries that go well together where they are multiplied as floats
+constexpr int kFixedTogether = 48;                  // and as whole numbers, without matrix tiles
 constexpr int kAttendBlock = 64;                    // tokens widened to float32 at a time
 constexpr int kAttendStride = kMaxHeadDim + 16;     // floats from one query to the next in the scratch, and scores
 static_assert(kChunk <= kMaxHeadDim, "scores and queries use one stride");
 constexpr size_t attend_scratch() {
-    return sizeof(float) * (size_t)(2 * kMaxAttend * kAttendStride + kAttendBlock * kMaxHeadDim);
+    return sizeof(float) * (size_t)(2 * kMaxAttend * kAttendStride + std::max((2 * kAttendBlock + 8) * kMaxHeadDim, kFixedTogether * kAttendStride));
 }
 constexpr int kLatentBlock = 32;
 constexpr size_t latent_scratch() {
-    return sizeof(float) * (size_t)(kMaxAttend * (kMaxLatentDim + kAttendStride) + kLatentBlock * kMaxLatentDim);
+    return sizeof(float) * (size_t)(kMaxLatent * (kMaxLatentDim + kAttendStride) + kLatentBlock * kMaxLatentDim);
 }
 
 // One row of the delta rule over one head's state [rows][columns]; `to` may be `from`.

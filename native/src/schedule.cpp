@@ -11,14 +11,15 @@ namespace quire {
 
 namespace {
 
-constexpr int kTile = 48;                       // queries that an item tries to hold: eight register tiles of 6
+constexpr int kTile = kAttendTile;               // queries that an item of several tiles tries to hold
 constexpr int kSmall = 24;                      // tiles of fewer queries gain from company
 constexpr size_t kPartBytes = (size_t)64 << 20;  // address space; memory only where parts are written
+constexpr int kTilesPerThread = 4;              // at least, before tiles become larger than kTile
 constexpr int kItemsPerThread = 8;              // of the largest size that an item of a cut tile may have
 
-// Rows of a full tile: whole register tiles if that comes out near kTile queries.
-int rows_of(int group) {
-    const int most = std::max(1, kTile / group);
+// Rows of a full tile of about so many queries: whole register tiles if that comes out near.
+int rows_of(int group, int queries) {
+    const int most = std::max(1, queries / group);
     for (int rows = most; 2 * rows > most; rows--)
         if (rows * group % 6 == 0) return rows;
     return most;
@@ -26,8 +27,8 @@ int rows_of(int group) {
 
 }  // namespace
 
-Schedule::Schedule(int heads, int kv_heads, int head_dim, int window, int pool)
-    : group_(heads / kv_heads), kv_heads_(kv_heads), window_(window), pool_(pool), shape_(head_dim), parts_(kPartBytes, false) {}
+Schedule::Schedule(int heads, int kv_heads, int head_dim, int window, int pool, int queries)
+    : group_(heads / kv_heads), kv_heads_(kv_heads), window_(window), pool_(pool), rows_(rows_of(group_, queries)), shape_(head_dim), parts_(kPartBytes, false) {}
 
 bool Schedule::last(const Tile& tile, int head) const {
     std::atomic<int>& pending = pending_[(size_t)((&tile - tiles_.data()) * kv_heads_ + head)];
@@ -122,7 +123,7 @@ void Schedule::divide(const BatchView& b, int threads, bool wanted) {
     batch_ = &b;
     tiles_.clear(), items_.clear(), members_.clear();
     used_ = 0;
-    const int most = rows_of(group_);
+    const int most = std::clamp((int)((int64_t)b.tokens * kv_heads_ / ((int64_t)threads * kTilesPerThread)), std::min(rows_, rows_of(group_, kTile)), rows_);
     int64_t all = 0;
     wanted_.assign((size_t)b.tokens, !wanted);
     for (int i = 0; i < b.rows && wanted; i++) wanted_[(size_t)b.logit_rows[i]] = 1;

@@ -33,8 +33,8 @@ struct Schedule {
         int64_t cost;
     };
 
-    // head_dim: of the values; window: 0 for none; pool: the group of layers whose page tables it looks at
-    Schedule(int heads, int kv_heads, int head_dim, int window, int pool = 0);
+    // head_dim: of the values; window: 0 for none; pool: the group of layers whose page tables it looks at; queries: about so many of a tile
+    Schedule(int heads, int kv_heads, int head_dim, int window, int pool = 0, int queries = kAttendTile);
 
     // wanted: only rows whose logits are
     void divide(const BatchView& batch, int threads, bool wanted = false);
@@ -70,7 +70,7 @@ private:
     bool apart();
     void place(int threads);
 
-    int group_, kv_heads_, window_, pool_;
+    int group_, kv_heads_, window_, pool_, rows_;
     PartShape shape_;
     const BatchView* batch_ = nullptr;
     std::vector<Tile> tiles_;

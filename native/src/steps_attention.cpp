@@ -87,8 +87,9 @@ struct Attend : Step {
 
     static size_t own_scratch(const KvShape& kv) { return kv.latent ? latent_scratch() : attend_scratch(); }
     static size_t scratch(const KvShape& kv, int width) {
-        return own_scratch(kv) + 2 * kMaxAttend * PartShape(width).floats * sizeof(float);
+        return own_scratch(kv) + 2 * (size_t)most(kv) * PartShape(width).floats * sizeof(float);
     }
+    static int most(const KvShape& kv) { return kv.latent ? kMaxLatent : kMaxAttend; }  // queries of a call
 
     void prepare(const Run& run) override {
         if (divides) all->divide(run.batch, run.threads);
@@ -103,7 +104,9 @@ struct Attend : Step {
         const Schedule::Item& item = schedule->item(i);
         const int head = schedule->head(i), then = i + 1;  // what this thread will most likely do next
         if (item.whole) return whole(run, item, head, then, thread);
-        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, item, head, c, then, thread);
+        AttendArgs a = view(run, head, thread);
+        a.count = 0;
+        for (int c = item.chunk; c < item.chunk + item.chunks; c++) piece(run, a, item, head, c, then);
         for (int m = 0; m < item.members; m++) {
             const Schedule::Tile& tile = schedule->tile(item, m);
             if (!schedule->last(tile, head)) continue;
@@ -126,18 +129,20 @@ struct Attend : Step {
         const size_t stride = PartShape(width).floats;
         if (store && schedule->alone()) store->heads(run, tile.row, head, head + 1, thread);
         float* sums = (float*)(plan.scratch(thread) + own_scratch(plan.kv(pool)));
-        float* parts = sums + kMaxAttend * stride;
+        const int together = most(plan.kv(pool));
+        float* parts = sums + (size_t)together * stride;
         AttendArgs a = view(run, head, thread);
-        for (int start = 0; start < queries; start += kMaxAttend) {
-            const int end = start + kMaxAttend < queries ? start + kMaxAttend : queries;
-            for (int c = tile.begin; c < tile.chunks; c++) {
+        for (int start = 0; start < queries; start += together) {
+            const int end = std::min(start + together, queries);
+            for (int c = tile.begin, before = 0; c < tile.chunks; c++, before = a.count) {
                 look(run, a, tile, head, c, tile.chunks, then);
-                for (int j = start; j < end; j++)
-                    put(run, a, tile, head, j, c, (first(run, tile, j) / kChunk == c ? sums : parts) + (size_t)(j - start) * stride);
+                for (int j = start; j < end; j++) {
+                    float* sum = sums + (size_t)(j - start) * stride;
+                    if (first(run, tile, j) / kChunk == c) put(run, a, tile, head, j, c, sum);
+                    else put(run, a, tile, head, j, c, parts + (size_t)(j - start) * stride, sum);
+                }
+                a.again = before == end - start && a.count == before;  // all of them, and all of them before
                 if (a.count) attend(run, a);
-                for (int j = start; j < end; j++)
-                    if (position(run, tile, j) >= c * kChunk && first(run, tile, j) < c * kChunk)
-                        plan.kernels().merge(parts + (size_t)(j - start) * stride, width, sums + (size_t)(j - start) * stride);
             }
             for (int j = start; j < end; j++) finish(run, tile, head, j, sums + (size_t)(j - start) * stride);
         }
@@ -145,16 +150,18 @@ struct Attend : Step {
     }
 
     // One chunk for every tile of the item; the parts stay where the last one to come finds them.
-    void piece(const Run& run, const Schedule::Item& item, int head, int chunk, int then, int thread) const {
-        AttendArgs a = view(run, head, thread);
+    void piece(const Run& run, AttendArgs& a, const Schedule::Item& item, int head, int chunk, int then) const {
+        const int before = a.count, together = most(run.plan.kv(pool));
+        int queries = 0;
         look(run, a, schedule->tile(item, 0), head, chunk, item.chunk + item.chunks, then);
         for (int m = 0; m < item.members; m++) {
             const Schedule::Tile& tile = schedule->tile(item, m);
-            for (int j = 0; j < tile.rows * schedule->group(); j++) {
+            for (int j = 0; j < tile.rows * schedule->group(); j++, queries++) {
+                if (a.count == together) attend(run, a), a.count = 0;
                 put(run, a, tile, head, j, chunk, schedule->part(tile, head, chunk, j));
-                if (a.count == kMaxAttend) attend(run, a), a.count = 0;
             }
         }
+        a.again = before == queries && a.count == queries;  // all of them, and all of them before
         if (a.count) attend(run, a);
     }
 
@@ -184,8 +191,9 @@ struct Attend : Step {
     // At a chunk of a tile's sequence, with no query yet. The chunks up to `end` follow, then item `then`, if there is one.
     void look(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int chunk, int end, int then) const {
         a.pages = table(run, tile, chunk);
-        a.ahead = 0;
-        if (chunk + 1 < end) expect(run, a, tile, head, chunk + 1);
+        a.ahead = a.follow = 0;
+        a.again = false;
+        if (chunk + 1 < end) expect(run, a, tile, head, chunk + 1), follow(run, a, tile, chunk + 1);
         else if (then < schedule->items()) {
             const Schedule::Item& other = schedule->item(then);
             expect(run, a, schedule->tile(other, 0), schedule->head(then), other.chunk);
@@ -202,20 +210,24 @@ struct Attend : Step {
         const uint8_t* cells = of_head(run, head);
         for (; a.ahead < kComing && a.ahead < known; a.ahead++) a.coming[a.ahead] = cells + (size_t)pages[a.ahead] * a.page_stride;
     }
+    void follow(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int chunk) const {
+        a.following = table(run, tile, chunk);
+        a.follow = std::min((run.batch.kv_len[tile.sequence] + kPage - 1) / kPage - chunk * (kChunk / kPage), kChunk / kPage);
+    }
     const uint8_t* of_head(const Run& run, int head) const {
         const KvShape& kv = run.plan.kv(pool);
         return run.plan.cells(pool, layer, 0) + (kv.latent ? 0 : (size_t)head * kv.cell().bytes());
     }
 
     // Adds a query, if it sees something of the chunk.
-    void put(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int j, int chunk, float* part) const {
+    void put(const Run& run, AttendArgs& a, const Schedule::Tile& tile, int head, int j, int chunk, float* part, float* sum = nullptr) const {
         const int from = first(run, tile, j) - chunk * kChunk, seen = position(run, tile, j) + 1 - chunk * kChunk;
         if (seen <= 0 || from >= kChunk) return;
         a.windowed |= from > 0;
         a.from[a.count] = from > 0 ? from : 0;
         const int D = run.plan.kv(pool).head_dim;
         a.query[a.count] = run.plan.floats(q, tile.row + j / schedule->group()) + (head * schedule->group() + j % schedule->group()) * D;
-        a.part[a.count] = part;
+        a.part[a.count] = part, a.sum[a.count] = sum;
         a.seen[a.count++] = seen < kChunk ? seen : kChunk;
     }
 
@@ -232,6 +244,9 @@ struct Attend : Step {
             run.plan.quantize_row(quant, r, run.plan.floats(out, r) + head * columns, head * columns / 32, columns / 32);
     }
 };
+
+// About how many queries go together: as whole numbers, so many that what is laid out for a chunk is of use to all.
+int queries_of(const KvShape& kv) { return kv.cell().type == KvType::Fixed && !kv.latent ? kMaxAttend : kAttendTile; }
 
 // How many shares the heads of latent attention are dealt out in. Heads of a share load a key together; shares give the
 // threads something to do where there is one sequence. Invisible in a result.
@@ -283,7 +298,8 @@ std::shared_ptr<Schedule> Plan::schedule(int heads, int kv_heads, int width, int
     for (const auto& s : schedules_)
         if (s->heads() == heads && s->window() == window && s->pool() == group) return s;
     first = true;  // the first step of its kind comes first in a run, too: it divides for the others
-    schedules_.push_back(std::make_shared<Schedule>(heads, kv_heads, width, window, group));
+    const int queries = queries_of(pools_[(size_t)group].shape);
+    schedules_.push_back(std::make_shared<Schedule>(heads, kv_heads, width, window, group, queries));
     return schedules_.back();
 }
 
@@ -307,16 +323,16 @@ void Plan::attend(int q, int layer, int heads, float scale, int out, int quant_o
     step->width = kv.head_dim;
     step->scale = scale;
     step->cap = options.cap;
-    if (options.sinks) {  // a part that has a weight of 1 and values of 0, merged after the last chunk
+    if (options.sinks) {  // a part that has a total of 1 and values of 0, merged after the last chunk
         const PartShape part(step->width);
         step->sinks.assign((size_t)heads * part.floats, 0);
         for (int h = 0; h < heads; h++) {
             step->sinks[(size_t)h * part.floats + part.high] = options.sinks->data()[h] * 1.44269504f;
-            step->sinks[(size_t)h * part.floats + part.total] = 1;
+            step->sinks[(size_t)h * part.floats + part.total] = kv.cell().unit();
         }
     }
     step->all = schedule(heads, kv.kv_heads, step->width, options.window, options.group, step->divides);
-    if (options.wanted) step->wanted = std::make_shared<Schedule>(heads, kv.kv_heads, step->width, options.window, options.group);
+    if (options.wanted) step->wanted = std::make_shared<Schedule>(heads, kv.kv_heads, step->width, options.window, options.group, queries_of(kv));
     if (options.stores) {
         auto* before = steps_.empty() ? nullptr : dynamic_cast<Store*>(steps_.back().get());
         if (!before || before->layer != layer || before->group != options.group || (before->rotate_q && before->q_out.offset != step->q.offset))

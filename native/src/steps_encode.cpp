@@ -96,12 +96,11 @@ struct Encode : Step {
                 a.pages = pages->numbers.data() + c * (kChunk / kPage);
                 for (int j = 0; j < a.count; j++) {
                     a.query[j] = run.plan.floats(q, tile.row + (first + j) / group) + column(first + j);
-                    a.part[j] = (c ? parts : sums) + (size_t)j * stride;
+                    a.part[j] = (c ? parts : sums) + (size_t)j * stride, a.sum[j] = c ? sums + (size_t)j * stride : nullptr;
                     a.from[j] = 0;
                     a.seen[j] = std::min(kChunk, length - c * kChunk);
                 }
                 run.plan.kernels().attend(a);
-                for (int j = 0; c && j < a.count; j++) run.plan.kernels().merge(a.part[j], D, sums + (size_t)j * stride);
             }
             for (int j = 0; j < a.count; j++)
                 run.plan.kernels().finish(sums + (size_t)j * stride, D,
@@ -127,11 +126,11 @@ void Plan::encode(int q, int k, int v, int heads, float scale, int out) {
         refuse("encode: heads must have a multiple of 8 columns up to " + std::to_string(kMaxHeadDim) + ", and share keys evenly");
     // Another shape of heads gets pages of its own; all of one shape are divided once, by the first of them.
     if ((lay->divides = !encode_pages_ || encode_pages_->cell.head_dim != D || encode_pages_->kv_heads != kv_heads ||
-                        encode_pages_->rows_per_tile != std::max(1, kMaxAttend * 3 / 4 / (heads / kv_heads)))) {
+                        encode_pages_->rows_per_tile != std::max(1, kAttendTile / (heads / kv_heads)))) {
         encode_pages_ = std::make_shared<EncodePages>();
         encode_pages_->cell = {KvType::Float, D, 0};
         encode_pages_->kv_heads = kv_heads;
-        encode_pages_->rows_per_tile = std::max(1, kMaxAttend * 3 / 4 / (heads / kv_heads));
+        encode_pages_->rows_per_tile = std::max(1, kAttendTile / (heads / kv_heads));
     }
     lay->pages = step->pages = encode_pages_;
     step->group = heads / kv_heads;

@@ -40,12 +40,12 @@ double nanoseconds(const Kernels& kernels, KvType type, int queries, int head_di
     std::shuffle(table.begin(), table.end(), random);
     const std::vector<float> k = numbers((size_t)head_dim), v = numbers((size_t)head_dim), q = numbers((size_t)(queries * head_dim));
     for (int t = 0; t < pages * kPage; t++) kernels.store_kv(k.data(), v.data(), 1, cell, cells.data() + cell.bytes() * (size_t)(t / kPage), t % kPage);
-    std::vector<float> parts(shape.floats * (size_t)queries);
+    std::vector<float> parts(shape.floats * (size_t)queries), sums(parts);
     AttendArgs args{};
     args.cells = cells.data(), args.page_stride = cell.bytes(), args.cell = cell, args.scale = 0.125f, args.finite = true;
     args.scratch = scratch.data(), args.count = queries;
     for (int i = 0; i < queries; i++)
-        args.query[i] = &q[(size_t)(i * head_dim)], args.part[i] = &parts[shape.floats * (size_t)i], args.seen[i] = kChunk;
+        args.query[i] = &q[(size_t)(i * head_dim)], args.part[i] = &parts[shape.floats * (size_t)i], args.sum[i] = &sums[shape.floats * (size_t)i], args.seen[i] = kChunk;
     double best = 1e9;
     const int passes = std::max(5, 4000 / chunks);
     for (int pass = 0; pass < passes; pass++) {
@@ -53,7 +53,9 @@ double nanoseconds(const Kernels& kernels, KvType type, int queries, int head_di
         for (int c = 0; c < chunks; c++) {
             args.pages = &table[(size_t)(c * per_chunk)], args.ahead = c + 1 < chunks ? kComing : 0;
             for (int i = 0; i < args.ahead; i++) args.coming[i] = cells.data() + cell.bytes() * (size_t)args.pages[per_chunk + i];
+            args.following = args.pages + per_chunk, args.follow = c + 1 < chunks ? per_chunk : 0;
             kernels.attend(args);
+            args.again = true;
         }
         best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
     }

@@ -404,14 +404,15 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
             scalar.store_kv(k.data(), v.data(), kv_heads, cell, &cb[at], t % 16);
         }
         same(isa.name, "store_kv", ca.data(), cb.data(), ca.size());
-        const int most = 61;
+        const int most = 101;
         std::vector<float> q = floats((size_t)(most * head_dim)), a((size_t)(most * head_dim)), b(a);
         std::vector<float> sums(shape.floats * most), parts(sums);
         std::vector<uint8_t> scratch(attend_scratch(), 0xff);
         int window = tokens;
         float cap = 0;
         bool finite = true;
-        // `count` queries of which number i sees seen(i) tokens, the last `window` of them; in calls of `each`
+        // `count` queries of which number i sees seen(i) tokens, the last `window` of them; in calls of `each`: of one, who merges parts is this
+        // function, of more it is the call, which may find the queries as it left them.
         auto run = [&](const Kernels& k, const std::vector<uint8_t>& cells, float* out, int count, auto&& seen, int each) {
             AttendArgs args{};
             args.cells = cells.data() + cell.bytes(), args.page_stride = page, args.cell = cell, args.scale = 0.3f;
@@ -420,7 +421,7 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
             for (int i = 0; i < count; i++) oldest = seen(i) - window < oldest ? seen(i) - window : oldest;
             std::vector<int32_t> named = table;
             for (int p = 0; p < oldest / kPage; p++) named[(size_t)p] = 1 << 28;
-            for (int c = 0; c * kChunk < tokens; c++) {
+            for (int c = 0, before = 0; c * kChunk < tokens; c++) {
                 args.pages = named.data() + c * (kChunk / kPage), args.ahead = c == 0 ? 2 : 0;
                 args.coming[0] = args.cells, args.coming[1] = cells.data() + cells.size();
                 std::vector<int> there;
@@ -429,18 +430,24 @@ void test_attention(const Kernels& isa, const Kernels& scalar, KvType type) {
                     if (n > 0 && from < kChunk) {
                         args.query[args.count] = &q[(size_t)(i * head_dim)];
                         args.part[args.count] = (from >= 0 || !c ? sums : parts).data() + (size_t)i * shape.floats;
+                        const bool later = from < 0 && c, fused = later && each > 1;
+                        args.sum[args.count] = fused ? sums.data() + (size_t)i * shape.floats : nullptr;
+                        if (later && !fused) there.push_back(i);
                         args.windowed |= from > 0;
                         args.from[args.count] = from > 0 ? from : 0;
                         args.seen[args.count++] = n < kChunk ? n : kChunk;
-                        if (from < 0 && c) there.push_back(i);
                     }
-                    if (args.count == each || (args.count && i == count - 1)) k.attend(args), args.count = 0, args.windowed = false;
+                    if (args.count == each || (args.count && i == count - 1)) {
+                        args.again = before == count && args.count == count;
+                        before = args.count;
+                        k.attend(args), args.count = 0, args.windowed = false;
+                    }
                 }
                 for (int i : there) k.merge(parts.data() + (size_t)i * shape.floats, head_dim, sums.data() + (size_t)i * shape.floats);
             }
             for (int i = 0; i < count; i++) k.finish(sums.data() + (size_t)i * shape.floats, head_dim, out + i * head_dim);
         };
-        for (int count : {1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, most}) {
+        for (int count : {1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, 61, most}) {
             const int start = below(tokens), step = below(3);
             auto near = [&](int i) { return 1 + (start + i / 3) % tokens; };  // rows of three heads, one after the other
             auto far = [&](int i) { return 1 + (start + i * step * 11) % tokens; };

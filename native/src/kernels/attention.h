@@ -328,23 +328,12 @@ template <class T, bool Some> void attend_cells(const AttendArgs& a) {
 void attend(const AttendArgs& a) {
     const bool some = a.windowed || a.cap > 0.0f;
     switch (a.cell.type) {
-        case KvType::Half: return some ? attend_cells<uint16_t, true>(a) : attend_cells<uint16_t, false>(a);
-        case KvType::Byte: return some ? attend_cells<int8_t, true>(a) : attend_cells<int8_t, false>(a);
-        case KvType::Fixed: return some ? attend_fixed<true>(a) : attend_fixed<false>(a);
-        case KvType::Float: return attend_cells<float, false>(a);
+        case KvType::Half: some ? attend_cells<uint16_t, true>(a) : attend_cells<uint16_t, false>(a); break;
+        case KvType::Byte: some ? attend_cells<int8_t, true>(a) : attend_cells<int8_t, false>(a); break;
+        case KvType::Fixed: return attend_fixed(a);
+        case KvType::Float: attend_cells<float, false>(a); break;
     }
-}
-
-void merge(const float* part, int head_dim, float* sum) {
-    const PartShape shape(head_dim);
-    const float high = part[shape.high] > sum[shape.high] ? part[shape.high] : sum[shape.high];
-    const F old = fexp2(fset(sum[shape.high] - high)), now = fexp2(fset(part[shape.high] - high));
-    for (int d = 0; d < head_dim; d += 16) fstore(sum + d, ffma(fload(part + d), now, fmul(fload(sum + d), old)));
-    float a[16], b[16];
-    fstore(a, old);
-    fstore(b, now);
-    sum[shape.total] = __builtin_fmaf(part[shape.total], b[0], sum[shape.total] * a[0]);
-    sum[shape.high] = high;
+    merge_parts(a, a.cell.head_dim);
 }
 
 void finish(const float* sum, int head_dim, float* out) {

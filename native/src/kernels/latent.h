@@ -60,12 +60,12 @@ template <class Body> inline void for_latent_tiles(int count, Body&& body) {
     }
 }
 
-void attend_latent(const AttendArgs& a) {
+void attend_latent_parts(const AttendArgs& a) {
     const int D = a.cell.head_dim, L = a.cell.latent, wide = (D + 15) / 16 * 16, wide_value = (L + 15) / 16 * 16;
     const PartShape shape(L);
     float* queries = (float*)a.scratch;
-    float* scores = queries + kMaxAttend * kMaxLatentDim;
-    float* block = scores + kMaxAttend * kAttendStride;
+    float* scores = queries + kMaxLatent * kMaxLatentDim;
+    float* block = scores + kMaxLatent * kAttendStride;
     int longest = 0;
     const F scale = fset(a.scale * 1.44269504f);
     for (int q = 0; q < a.count; q++) {
@@ -120,6 +120,11 @@ void attend_latent(const AttendArgs& a) {
                                                          scores + first * kAttendStride + start, a.part + first);
         });
     }
+}
+
+void attend_latent(const AttendArgs& a) {
+    attend_latent_parts(a);
+    merge_parts(a, a.cell.latent);
 }
 
 }  // namespace

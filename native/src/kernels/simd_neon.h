@@ -314,6 +314,10 @@ inline void swiglu_columns(const float* gate, const float* up, float* out) {
     QUIRE_EACH(8) x[i] = vmulq_f32(vdivq_f32(vld1q_f32(gate + 4 * i), vaddq_f32(vdupq_n_f32(1.0f), x[i])), vld1q_f32(up + 4 * i));
     QUIRE_EACH(8) vst1q_f32(out + 4 * i, x[i]);
 }
+inline F fscale2(F p, F t) {  // 2^n * p, where t = n + 1.5 * 2^23
+    QUIRE_QUARTERS p.v[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p.v[i]), vshlq_n_s32(vreinterpretq_s32_f32(t.v[i]), 23)));
+    return p;
+}
 // 2^x, see attention.h. Eight of these go together where there are as many: four wait for their own results. A NaN stays one.
 template <int N> inline void exp2_of(float32x4_t (&x)[N]) {
     alignas(16) static constexpr float kTerms[5][4] = {QUIRE_FOUR(0x1.3cea88p-7f), QUIRE_FOUR(0x1.c6b752p-5f), QUIRE_FOUR(0x1.ebf9bcp-3f),

@@ -53,44 +53,30 @@ inline F fcap(F t, F height) {
 }
 
 // Which scales of a page (16 of keys, 16 of values) are still to come in.
-enum class Owed { Nothing, Both, Values };
+enum class Owed { Nothing, Both };
 
-// Weights, with the values' scales in them: the largest of each lane, and their sum.
-struct Weights {
-    F most = fzero(), sum = fzero();
-};
-
-// e of a page's tokens, and of no others: keep(x) is x with 0 for those.
-template <Owed Due, bool Weave, class Keep> inline void put_weights(float* scores, int page, const float* const* scales, F e, Weights& all, Keep&& keep) {
+// A page's weights, with its values' scales in them.
+template <Owed Due, bool Weave> inline void put_weights(float* scores, int page, const float* const* scales, F e) {
     if constexpr (Due != Owed::Nothing) e = fmul(e, fload(scales[page] + kPage));
-    if constexpr (Due == Owed::Values) {
-        e = keep(e);
-        all.most = fhigher(e, all.most);
-        all.sum = fadd(all.sum, e);
-    }
     if constexpr (Weave) e = fmul(e, fwoven());
     fstore(scores + page * kPage, e);
 }
 
 // Weights of whole pages, an even number, and their sum.
-template <Owed Due, bool Weave> QUIRE_NOINLINE F weigh_pages(float* scores, int pages, float high, const float* const* scales, Weights& all) {
+template <Owed Due, bool Weave> QUIRE_NOINLINE F weigh_pages(float* scores, int pages, float high, const float* const* scales) {
     F sum = fzero();
-    Weights own;
-    auto whole = [](F x) { return x; };
     for (int p = 0; p < pages; p += 2) {
         F a = fsub(fload(scores + p * kPage), fset(high)), b = fsub(fload(scores + (p + 1) * kPage), fset(high));
         fexp2_both(a, b);
         sum = fadd(fadd(sum, a), b);
-        put_weights<Due, Weave>(scores, p, scales, a, own, whole);
-        put_weights<Due, Weave>(scores, p + 1, scales, b, own, whole);
+        put_weights<Due, Weave>(scores, p, scales, a);
+        put_weights<Due, Weave>(scores, p + 1, scales, b);
     }
-    all = own;
     return sum;
 }
 
-// Scores become weights in place. The keys' scales come in before, the values' after. Weave: the weights are woven. What it returns is of use where
-// the values' scales are in weights.
-template <Owed Due, bool Weave = false> inline Weights weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
+// Scores become weights in place. The keys' scales come in before, the values' after. Weave: the weights are woven.
+template <Owed Due, bool Weave = false> inline void weigh(float* scores, int seen, const float* const* scales, const PartShape& shape, float* part) {
     const int last = (seen - 1) / kPage, there = seen - last * kPage;  // tokens of the last page
     const F lowest = fset(-__builtin_inff());
     auto score = [&](int p) {
@@ -105,23 +91,21 @@ template <Owed Due, bool Weave = false> inline Weights weigh(float* scores, int 
         for (int i = 0; i < 4; i++) top[i] = fhigher(score(p + i), top[i]);
     for (; p < last; p++) top[0] = fhigher(score(p), top[0]);
     const float high = fhighest(fhigher(fhigher(top[0], top[1]), fhigher(top[2], top[3])));
-    Weights all;
-    F sum = weigh_pages<Due, Weave>(scores, last / 2 * 2, high, scales, all);
+    F sum = weigh_pages<Due, Weave>(scores, last / 2 * 2, high, scales);
     auto weight = [&](F e, int at) {
         sum = fadd(sum, e);
-        put_weights<Due, Weave>(scores, at, scales, e, all, [&](F x) { return at == last ? fkeep(x, there, fzero()) : x; });
+        put_weights<Due, Weave>(scores, at, scales, e);
     };
     auto one = [&](int at) { return fexp2(fsub(fload(scores + at * kPage), fset(high))); };
     if (last % 2) weight(one(last - 1), last - 1);
     weight(fkeep(one(last), there, fzero()), last);
     part[shape.high] = high;
     part[shape.total] = hsum(sum);
-    return all;
 }
 
 // The same for tokens [from, seen), with the scores capped where there is a cap.
 template <Owed Due, bool Weave>
-Weights weigh_some(float* scores, int from, int seen, float cap, const float* const* scales, const PartShape& shape, float* part) {
+void weigh_some(float* scores, int from, int seen, float cap, const float* const* scales, const PartShape& shape, float* part) {
     const int first = from / kPage, last = (seen - 1) / kPage, hidden = from - first * kPage, there = seen - last * kPage;
     auto keep = [&](F x, int p, F other) {
         if (p == last) x = fkeep(x, there, other);
@@ -138,15 +122,30 @@ Weights weigh_some(float* scores, int from, int seen, float cap, const float* co
     }
     const float high = hmax(top);
     F sum = fzero();
-    Weights all;
     for (int p = first; p <= last; p++) {
         F e = keep(fexp2(fsub(fload(scores + p * kPage), fset(high))), p, fzero());
         sum = fadd(sum, e);
-        put_weights<Due, Weave>(scores, p, scales, e, all, [&](F x) { return keep(x, p, fzero()); });
+        put_weights<Due, Weave>(scores, p, scales, e);
     }
     part[shape.high] = high;
     part[shape.total] = hsum(sum);
-    return all;
+}
+
+void merge(const float* part, int head_dim, float* sum) {
+    const PartShape shape(head_dim);
+    const float high = part[shape.high] > sum[shape.high] ? part[shape.high] : sum[shape.high];
+    const F old = fexp2(fset(sum[shape.high] - high)), now = fexp2(fset(part[shape.high] - high));
+    for (int d = 0; d < head_dim; d += 16) fstore(sum + d, ffma(fload(part + d), now, fmul(fload(sum + d), old)));
+    float a[16], b[16];
+    fstore(a, old);
+    fstore(b, now);
+    sum[shape.total] = __builtin_fmaf(part[shape.total], b[0], sum[shape.total] * a[0]);
+    sum[shape.high] = high;
+}
+
+inline void merge_parts(const AttendArgs& a, int width) {
+    for (int q = 0; q < a.count; q++)
+        if (a.sum[q]) merge(a.part[q], width, a.sum[q]);
 }
 
 template <int N> struct Count {

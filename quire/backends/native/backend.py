@@ -28,7 +28,7 @@ from quire.observe.errors import NotEnoughMemory, Unsupported
 # thread that loads would ask for the interpreter lock too often, which whoever imports modules beside it gives up late.
 BATCH_BYTES = 32 << 20
 MAX_LATENT_DIM = 576  # kMaxLatentDim
-SCRATCH = 1 << 20  # bytes a thread that estimates allow for; kernels take tens of KiB
+SCRATCH = 1 << 20  # bytes a thread that estimates allow for; attention takes the most, by the size of a head
 FLOAT8 = "bf16"  # what FP8 numbers become: kernels know no FP8, and the product with a scale has more bits
 _TYPES = {"f32": (0, np.uint32), "f16": (1, np.uint16), "bf16": (2, np.uint16)}
 CELLS = {"f16": 0, "int8": 1, "int16": 2}  # what C++ calls a way to keep K and V

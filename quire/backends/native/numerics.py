@@ -8,7 +8,7 @@ import hashlib
 import math
 import struct
 
-NUMERICS = 1  # raised by who changes a bit of what kernels compute: pages of KV kept before are then not found
+NUMERICS = 2  # raised by who changes a bit of what kernels compute: pages of KV kept before are then not found
 
 
 @functools.cache

@@ -285,17 +285,45 @@ def test_int16_is_sums_of_whole_numbers(dim: int, group: int) -> None:
     got = program.run(batch_of([(0, tokens, PAGES_64[:40])]), inputs).reshape(tokens, group, dim)
     keys, values = whole(inputs["k"]), whole(inputs["v"])
     for row in (0, 5, 255, 256, 599):
-        score = products(whole(inputs["q"][row].reshape(group, dim)), keys)[:, : row + 1] * dim**-0.5
-        weight = np.exp(score - score.max(axis=-1, keepdims=True))
-        want = np.zeros((group, dim))
+        score = products(whole(inputs["q"][row].reshape(group, dim)), keys)[:, : row + 1] * (dim**-0.5 / math.log(2))
+        level = np.floor(np.log2(values[2][: row + 1, 0]))
+        want, total = (
+            np.zeros((group, dim)),
+            np.exp2(score - score.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True),
+        )
         for start in range(0, row + 1, 256):
-            end = min(start + 256, row + 1)
-            own = np.zeros((group, 256))
-            own[:, : end - start] = weight[:, start:end] * values[2][start:end, 0]
-            columns = tuple(np.pad(part[start:end].T, ((0, 0), (0, 256 - end + start))) for part in values[:2])
-            want += products(whole(own), (*columns, np.ones((dim, 1))))
-        # A weight on the border between two codes may fall to either side: a 32,639th of the largest one.
-        np.testing.assert_allclose(got[row], want / weight.sum(axis=-1, keepdims=True), rtol=0, atol=5e-5)
+            seen = slice(start, min(start + 256, row + 1))
+            high = (score[:, seen] + level[seen]).max(axis=-1, keepdims=True)
+            codes = np.rint(
+                np.exp2(score[:, seen] + level[seen] - high) * values[2][seen, 0] * np.exp2(-level[seen]) * 16319
+            ).astype(np.int64)
+            upper = (codes + 128) >> 8
+            weights = (upper, codes - 256 * upper, np.exp2(high - score.max(axis=-1, keepdims=True)) / 16319)
+            want += products(weights, (*(part[seen].T for part in values[:2]), np.ones((dim, 1))))
+        # A weight on the border between two codes may fall to either side: a 16,319th of the largest one.
+        np.testing.assert_allclose(got[row], want / total, rtol=0, atol=1e-4)
+
+
+def test_int16_weighs_tokens_whose_values_have_scales_of_all_sizes() -> None:
+    """Zeros, values near the smallest and the largest that are kept, and none of them changes what the others weigh."""
+    tokens, dim = 300, 64
+    widths, rng = {"q": dim, "k": dim, "v": dim}, np.random.default_rng(9)
+    inputs = {name: rng.standard_normal((tokens, width)).astype(np.float32) for name, width in widths.items()}
+    inputs["v"][::3] *= np.exp2(rng.integers(-30, 8, (tokens // 3, 1))).astype(np.float32)
+    inputs["v"][5::7] = 0
+    inputs["v"][6::7] *= 1e-36
+    q, k, v = (inputs[name].astype(np.float64) for name in "qkv")
+    score = np.where(np.tri(tokens, dtype=bool), q @ k.T / 8, -np.inf)
+    weight = np.exp(score - score.max(axis=-1, keepdims=True))
+    exact = weight @ v / weight.sum(axis=-1, keepdims=True)
+
+    def forward(ops, batch, i):
+        return ops.attention(i["q"], i["k"], i["v"], batch, layer=0, heads=1, scale=1 / 8)
+
+    limits = {"kv": KV(1, 64, 16, 1, dim, "int16"), "max_tokens": tokens, "max_rows": 0, "inputs": widths}
+    got = NativeBackend().compile(forward, **limits).run(batch_of([(0, tokens, PAGES_64[:20])]), inputs)
+    largest = np.maximum.accumulate(np.abs(v).max(axis=-1))[:, None]
+    assert (np.abs(got - exact) < 4e-4 * largest).all()
 
 
 def test_int16_is_closer_to_exact_attention_than_f16_where_a_column_is_large() -> None:
