@@ -123,7 +123,7 @@ def test_weights_are_the_same_fed_and_copied(dtype: Any, monkeypatch: pytest.Mon
     plain.load(groups)
     told: list[tuple[int, int]] = []
     layouts = [w for group in groups for w in group]
-    monkeypatch.setattr(fed, "_feeding", lambda layouts: Feed(layouts, CPU, chunk=700))
+    monkeypatch.setattr(fed, "_feeding", lambda layouts, packed: Feed(layouts, CPU, packed=packed, chunk=700))
     fed.load(groups, lambda layout, done, total: told.append((done, total)))
     for w in layouts:
         assert torch.equal(plain[w], fed[w])
