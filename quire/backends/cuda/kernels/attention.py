@@ -20,6 +20,7 @@ same operations in the same order: `merge`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -392,13 +393,21 @@ def attend(
     )  # fmt: skip
 
 
-def _specialized(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> ModuleType | None:
-    """The kernel for prompts on this GPU, if there is one that takes these."""
-    if not specialize or q.device.type != "cuda":
+@cache
+def prompts() -> ModuleType | None:
+    """The kernel for prompts on Hopper; None where this Triton's Gluon, which is not settled yet, lacks what it is written with."""
+    try:
+        from quire.backends.cuda.kernels import prompt
+    except (ImportError, AttributeError):
         return None
-    from quire.backends.cuda.kernels import prompt
+    return prompt
 
-    return prompt if prompt.takes(q, k_cache, v_cache) else None
+
+def _specialized(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> ModuleType | None:
+    """That kernel, if it takes these on this GPU."""
+    if not specialize or q.device.type != "cuda" or (found := prompts()) is None:
+        return None
+    return found if found.takes(q, k_cache, v_cache) else None
 
 
 def _now(key: Any, make: Callable[[], Any]) -> Any:

@@ -37,6 +37,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 128  # of a tile: query tokens times the heads of a group
 HALF = gl.constexpr(64)  # rows of a group of warps; also the columns that one copy brings
 BLOCK_N = 128
+# Names that changed after Triton 3.6.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_as_pages = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)  # the groups of warps
 
 
@@ -84,7 +88,9 @@ def _place(tiles, number, heads, total, BLOCK_N: gl.constexpr, WINDOW: gl.conste
     own = gl.program_id(0)
     at = number * programs + gl.where(number % 2 == 1, programs - 1 - own, own)
     known = at < total * heads
-    tile = tiles + 8 + 8 * (total - 1 - gl.minimum(at, total * heads - 1) // heads)  # later ones see more, so they go first
+    tile = (
+        tiles + 8 + 8 * (total - 1 - gl.minimum(at, total * heads - 1) // heads)
+    )  # later ones see more, so they go first
     seq = gl.load(tile)
     first = gl.load(tile + 1)
     rows = gl.load(tile + 2)
@@ -108,8 +114,8 @@ def _load(
     COUNT: gl.constexpr = BLOCK_N // PAGE
     PARTS: gl.constexpr = D // HALF
     dtype: gl.constexpr = k_desc.dtype
-    k_parts = k_bufs._reinterpret(dtype, [STAGES * PARTS * COUNT, PAGE, HALF], k_desc.layout)
-    v_parts = v_bufs._reinterpret(dtype, [STAGES * PARTS * COUNT, PAGE, HALF], v_desc.layout)
+    k_parts = _as_pages(k_bufs, dtype, [STAGES * PARTS * COUNT, PAGE, HALF], k_desc.layout)
+    v_parts = _as_pages(v_bufs, dtype, [STAGES * PARTS * COUNT, PAGE, HALF], v_desc.layout)
     total = gl.load(tiles)
     done = 0
     for number in range(gl.cdiv(total * heads, gl.num_programs(0))):
@@ -129,14 +135,14 @@ def _load(
                 for part in gl.static_range(PARTS):
                     into = k_parts.index((stage * PARTS + part) * COUNT + p)
                     at = [found[p], head * D + part * HALF]
-                    tma.async_copy_global_to_shared(k_desc, at, k_ready.index(stage), into)
+                    _copy(k_desc, at, k_ready.index(stage), into)
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_ready.index(stage), BLOCK_N * D * 2)
             for p in gl.static_range(COUNT):
                 for part in gl.static_range(PARTS):
                     into = v_parts.index((stage * PARTS + part) * COUNT + p)
                     at = [found[p], head * D + part * HALF]
-                    tma.async_copy_global_to_shared(v_desc, at, v_ready.index(stage), into)
+                    _copy(v_desc, at, v_ready.index(stage), into)
         done += blocks
 
 
@@ -171,7 +177,7 @@ def _blank_tail(
         COUNT: gl.constexpr = BLOCK_N // PAGE
         PARTS: gl.constexpr = D // HALF
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        parts = v_bufs._reinterpret(v_bufs.dtype, [STAGES * PARTS * COUNT, PAGE, HALF], layout)
+        parts = _as_pages(v_bufs, v_bufs.dtype, [STAGES * PARTS * COUNT, PAGE, HALF], layout)
         at = (end - first) // PAGE
         token = first + at * PAGE + gl.arange(0, PAGE, layout=gl.SliceLayout(1, wide))
         for part in gl.static_range(PARTS):
@@ -179,7 +185,7 @@ def _blank_tail(
             values = own.load(wide)
             own.store(gl.where((token < end)[:, None], values, gl.zeros_like(values)))
         fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
 
 
 @gluon.jit
@@ -230,7 +236,7 @@ def _tile(
     q_own = q_bufs.index(SIDE)
     q_own.store(gl.load(source[:, None] + dims[None, :], mask=real[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
 
     lane = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, s_layout))
     where = lowest + lane // GROUP_PAD
@@ -296,9 +302,7 @@ def _multiply(
     total = gl.load(tiles)
     done = 0
     for number in range(gl.cdiv(total * heads, gl.num_programs(0))):
-        head, _, row, rows, lowest, begin, end, _, blocks = _place(
-            tiles, number, heads, total, BLOCK_N, WINDOW, window
-        )
+        head, _, row, rows, lowest, begin, end, _, blocks = _place(tiles, number, heads, total, BLOCK_N, WINDOW, window)
         if blocks > 0:
             _tile(
                 SIDE, q, out, sinks, q_bufs, k_bufs, v_bufs, k_ready, k_free, v_ready, v_free, done, head, row, rows,

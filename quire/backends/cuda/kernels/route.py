@@ -129,4 +129,6 @@ def place(experts: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, *, p
     many = pairs > 8 * _CHUNK
     chunk = _MORE if many else min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    _place[(starts.shape[0] - 1,)](experts, order, starts, pairs, CHUNK=chunk, PDL=pdl, num_warps=8 if many else 4, **launch)
+    _place[(starts.shape[0] - 1,)](
+        experts, order, starts, pairs, CHUNK=chunk, PDL=pdl, num_warps=8 if many else 4, **launch
+    )
