@@ -404,7 +404,7 @@ def prompts() -> ModuleType | None:
 
 
 def _specialized(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> ModuleType | None:
-    """That kernel, if it takes these on this GPU."""
+    """The kernel of `prompts`, if it takes these on this GPU."""
     if not specialize or q.device.type != "cuda" or (found := prompts()) is None:
         return None
     return found if found.takes(q, k_cache, v_cache) else None

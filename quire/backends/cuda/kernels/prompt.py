@@ -128,7 +128,7 @@ def _load(
             for p in gl.static_range(COUNT):
                 token = begin + i * BLOCK_N + p * PAGE
                 seen = (token < end) & (token + PAGE > floor)
-                found = found + (gl.load(row + token // PAGE, mask=seen, other=pages) * PAGE,)
+                found = found + (gl.load(row + token // PAGE, mask=seen, other=pages) * PAGE,)  # noqa: RUF005
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_ready.index(stage), BLOCK_N * D * 2)
             for p in gl.static_range(COUNT):
