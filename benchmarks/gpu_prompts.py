@@ -19,7 +19,7 @@ class Case(NamedTuple):
 
     rows: int
     past: int = 0
-    count: int = 1
+    many: int = 1
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
@@ -29,15 +29,15 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         more = f", window {self.window}" if self.window else ""
-        return f"{self.count} x {self.rows} after {self.past}, {self.heads}/{self.kv_heads} x {self.dim}{more}"
+        return f"{self.many} x {self.rows} after {self.past}, {self.heads}/{self.kv_heads} x {self.dim}{more}"
 
     @property
     def flops(self) -> float:
         seen = self.rows * self.past + self.rows * (self.rows + 1) / 2
-        return self.count * 4 * self.heads * self.dim * (self.rows * self.window if self.window else seen)
+        return self.many * 4 * self.heads * self.dim * (self.rows * self.window if self.window else seen)
 
 
-LONG = (Case(512), Case(512, count=16), Case(2048), Case(8192), Case(32768), Case(8192, 24576), Case(256, 4096, 8))
+LONG = (Case(512), Case(512, many=16), Case(2048), Case(8192), Case(32768), Case(8192, 24576), Case(256, 4096, 8))
 SMALL = [Case(n, heads=64, dim=64, sinks=True) for n in (512, 2048, 8192)]
 WINDOWS = [Case(8192, heads=64, dim=64, sinks=True, window=n) for n in (128, 1024)] + [Case(8192, window=1024)]
 PAGE = 16
@@ -51,7 +51,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     whole: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
-    total, n = case.rows + case.past, case.count
+    total, n = case.rows + case.past, case.many
     pages = -(-total // PAGE)
     keys = torch.randn(n * pages + 1, PAGE, case.kv_heads, case.dim, **half)
     values, q = torch.randn_like(keys), torch.randn(n * case.rows, case.heads, case.dim, **half)
@@ -79,7 +79,7 @@ def cudnn(case: Case) -> float | None:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if case.past or case.window or case.count > 1:
+    if case.past or case.window or case.many > 1:
         return None
     half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     heads = (case.heads, case.kv_heads, case.kv_heads)
