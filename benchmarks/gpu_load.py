@@ -1,8 +1,9 @@
 """How fast a folder of safetensors reaches a GPU: ours, and safetensors' own loader as the peer, on the same files.
 
-    python -m benchmarks.gpu_load [--shape llama-3.1-8b] [--folder FOLDER] [--rounds 3] [--quantize fp8]
+    python -m benchmarks.gpu_load [--shape llama-3.1-8b] [--folder FOLDER] [--rounds 3] [--quantize fp8] [--expand]
+    python -m benchmarks.gpu_load --shape gpt-oss-20b --folder build/gpu_load_gpt_oss
 
-The folder is made if it is not there: bf16, random numbers, four shards and an index. Every round is a process of its own for
+The folder is made if it is not there: bf16 (experts of gpt-oss in MXFP4), random numbers, four shards and an index. Every round is a process of its own for
 each side, with the files in the page cache. The weights' share of our start is the difference to the same engine with numbers
 that are made on the device.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -25,22 +27,34 @@ SHARDS = 4
 SIDES = ("folder", "made", "safetensors")
 
 
-def tensors(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama's tensors."""
+def tensors(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Names, shapes and types of a Llama's tensors, or of a gpt-oss's."""
     d, inner, hd = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * hd, shape["num_key_value_heads"] * hd
-    yield "model.embed_tokens.weight", (shape["vocab_size"], d)
+    experts = shape.get("num_local_experts", 0)
+    yield "model.embed_tokens.weight", (shape["vocab_size"], d), "BF16"
     for i in range(shape["num_hidden_layers"]):
         at = f"model.layers.{i}."
-        yield at + "input_layernorm.weight", (d,)
+        yield at + "input_layernorm.weight", (d,), "BF16"
         for name, n, k in (("q", q, d), ("k", kv, d), ("v", kv, d), ("o", d, q)):
-            yield f"{at}self_attn.{name}_proj.weight", (n, k)
-        yield at + "post_attention_layernorm.weight", (d,)
+            yield f"{at}self_attn.{name}_proj.weight", (n, k), "BF16"
+            if experts:
+                yield f"{at}self_attn.{name}_proj.bias", (n,), "BF16"
+        yield at + "post_attention_layernorm.weight", (d,), "BF16"
+        if experts:
+            yield at + "self_attn.sinks", (shape["num_attention_heads"],), "BF16"
+            yield at + "mlp.router.weight", (experts, d), "BF16"
+            yield at + "mlp.router.bias", (experts,), "BF16"
+            for name, n, k in (("gate_up", 2 * inner, d), ("down", d, inner)):
+                yield f"{at}mlp.experts.{name}_proj_blocks", (experts, n, k // 32, 16), "U8"
+                yield f"{at}mlp.experts.{name}_proj_scales", (experts, n, k // 32), "U8"
+                yield f"{at}mlp.experts.{name}_proj_bias", (experts, n), "BF16"
+            continue
         for name, n, k in (("gate", inner, d), ("up", inner, d), ("down", d, inner)):
-            yield f"{at}mlp.{name}_proj.weight", (n, k)
-    yield "model.norm.weight", (d,)
+            yield f"{at}mlp.{name}_proj.weight", (n, k), "BF16"
+    yield "model.norm.weight", (d,), "BF16"
     if not shape["tie_word_embeddings"]:
-        yield "lm_head.weight", (shape["vocab_size"], d)
+        yield "lm_head.weight", (shape["vocab_size"], d), "BF16"
 
 
 def make(folder: Path, name: str) -> None:
@@ -55,35 +69,39 @@ def make(folder: Path, name: str) -> None:
     per = -(-len(names) // SHARDS)
     block = (np.random.default_rng(0).standard_normal(1 << 25).astype(np.float32) * 0.02).view(np.uint32) >> 16
     data = memoryview(block.astype(np.uint16).tobytes())
+    scales = memoryview(bytes([120]) * len(data))  # exponents: no number is too large
     index: dict[str, str] = {}
     for i in range(SHARDS):
         own, file = names[i * per : (i + 1) * per], f"model-{i + 1:05}-of-{SHARDS:05}.safetensors"
         header, at = {}, 0
-        for tensor, dims in own:
-            size = 2
-            for n in dims:
-                size *= n
-            header[tensor] = {"dtype": "BF16", "shape": dims, "data_offsets": [at, at + size]}
+        for tensor, dims, kind in own:
+            size = math.prod(dims) * (2 if kind == "BF16" else 1)
+            header[tensor] = {"dtype": kind, "shape": dims, "data_offsets": [at, at + size]}
             index[tensor], at = file, at + size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with open(folder / file, "wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            while at:
-                at -= out.write(data[: min(at, len(data))])
+            for tensor, entry in header.items():
+                left = entry["data_offsets"][1] - entry["data_offsets"][0]
+                while left:
+                    left -= out.write((scales if tensor.endswith("_scales") else data)[: min(left, len(data))])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    config = shape | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"} | shape
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def ours(source: str, quantize: str) -> float:
-    """Seconds until an engine is up. With random numbers made on the device in place of a folder: all but the weights."""
+def ours(source: str, quantize: str, expand: bool) -> float:
+    """Seconds until an engine is up, once its kernels are in Triton's cache. With random numbers made on the device in place of a folder: all but the weights."""
     import torch
 
+    from quire.backends.torch import feed, weights
     from quire.config import EngineConfig, Environment
     from quire.engine.construction.build import build_engine
 
     torch.zeros(1, device="cuda")
+    if expand:
+        feed.packed_rows = weights.packed_rows = lambda layout: ()
     config = EngineConfig(
         path=source,
         load_format="dummy" if source.startswith("shape:") else "auto",
@@ -128,11 +146,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/gpu_load"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quantize", default="none")
+    parser.add_argument("--expand", action="store_true", help="expand packed blocks on the host, as before")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         source = str(args.folder) if args.side == "folder" else f"shape:{args.shape}"
-        seconds = theirs(args.folder) if args.side == "safetensors" else ours(source, args.quantize)
+        seconds = theirs(args.folder) if args.side == "safetensors" else ours(source, args.quantize, args.expand)
         print(json.dumps({"seconds": seconds, **memory()}))
         return
     if not (args.folder / "config.json").exists():
@@ -143,7 +162,7 @@ def main() -> None:
     for i in range(args.rounds):
         for side in SIDES if i % 2 else SIDES[::-1]:
             command = [sys.executable, "-m", "benchmarks.gpu_load", "--side", side, "--folder", str(args.folder)]
-            command += ["--shape", args.shape, "--quantize", args.quantize]
+            command += ["--shape", args.shape, "--quantize", args.quantize, *(["--expand"] if args.expand else [])]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             rounds[side].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"round {i + 1}, {side}: {rounds[side][-1]}", flush=True)

@@ -40,6 +40,11 @@ class Expanded:
         """Bytes in the file."""
         return self._source.size
 
+    @property
+    def packed(self) -> tuple[Bytes, ...]:
+        """The rows as the file has them, before they are expanded: one array, or several that lie apart in it."""
+        return getattr(self._source, "parts", None) or (self._source,)
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -80,6 +80,11 @@ class Apart:
     def shape(self) -> tuple[int, int]:
         return self.exponents.shape[0], self.exponents.shape[1] * NBYTES
 
+    @property
+    def parts(self) -> tuple[Bytes, Bytes]:
+        """Both as rows of bytes, as they lie in the file."""
+        return self.codes.reshape(len(self.codes), -1), self.exponents
+
     ndim = 2
 
     @property

@@ -162,34 +162,38 @@ def test_out_of_memory_fails_a_step_and_nothing_else(shape: str):
     assert serve(made, list(traffic(random.Random(3), 4))) == want
 
 
-def test_long_prompts_through_the_library_see_what_the_paged_kernel_sees(shape: str, monkeypatch: pytest.MonkeyPatch):
-    """A long prompt alone, and beside decode rows; with another kind of sequence among them nothing goes that way."""
-    from quire.backends.cuda import library
+def test_prompts_through_their_own_kernel_see_what_the_plain_one_sees(shape: str, monkeypatch: pytest.MonkeyPatch):
+    """A long prompt alone, beside decode rows, beside a short one, and with a past that other steps left."""
+    from quire.backends.cuda.kernels import attention, prompt
     from tests.unit.backends.cuda.paged import error
 
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is Hopper's")
     calls: list[int] = []
-    attend = library.attend_beginnings
-    monkeypatch.setattr(library, "attend_beginnings", lambda *args: (calls.append(len(args[5])), attend(*args))[1])
+    attend = prompt.attend_prompts
+    monkeypatch.setattr(prompt, "attend_prompts", lambda *args, **named: (calls.append(1), attend(*args, **named))[1])
+    monkeypatch.setattr(attention, "_SHORT", 0)  # small heads go there with long prompts alone
     model: Any = load_shape(shape)[0]
     backend: Any = open_backend("cuda", device="cuda", dtype="bfloat16", random=True)
     program = backend.compile(model.forward, kv=model.kv(64, 16), max_tokens=1024, max_rows=64)
     pages = list(range(64))
     rng = np.random.default_rng(1)
     mixes = {
-        "alone": [(0, 700, pages[:48])],
+        "alone": [(0, 300, pages[:48])],
+        "past": [(300, 400, pages[:48])],
         "beside": [(40, 1, pages[48:52]), (0, 700, pages[:48]), (3, 1, pages[52:53])],
         "chunk": [(0, 700, pages[:48]), (0, 20, pages[48:52])],
     }
-    for name, rows in mixes.items():
+    for rows in mixes.values():
         batch = ragged(rows, rng.integers(0, 1000, sum(n for _, n, _ in rows)))
         batch.logit_rows = batch.q_start[1:] - 1
         told = {}
-        for long in (512, 1 << 30):
-            monkeypatch.setattr(library, "LONG", long)
+        for own in (True, False):
+            monkeypatch.setattr(attention, "specialize", own)
             calls.clear()
-            told[long] = torch.tensor(program.run(batch)), bool(calls)
-        assert told[512][1] == (name != "chunk") and not told[1 << 30][1]
-        assert error(told[512][0], told[1 << 30][0]) < 2e-2
+            told[own] = torch.tensor(program.run(batch)), bool(calls)
+        assert told[True][1] and not told[False][1]
+        assert error(told[True][0], told[False][0]) < 2e-2
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("bfloat16", 3e-2), ("float16", 5e-3)])

@@ -72,6 +72,37 @@ def test_a_large_mix(window: int, softcap: float):
         assert error(out, want) < 1e-2
 
 
+RAGGED = ((100, 100), (300, 300), (17, 1000), (700, 2100), (1, 33), (5, 77), (1200, 1200), (128, 128), (33, 4097))
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, window, sinks",
+    [(32, 8, 128, 0, False), (64, 8, 64, 0, True), (28, 4, 128, 1000, False), (4, 4, 64, 0, False),
+     (64, 8, 64, 128, True), (16, 1, 128, 300, True)],
+)  # fmt: skip
+def test_prompts_on_hopper(heads: int, kv_heads: int, dim: int, window: int, sinks: bool):
+    """Ragged prompts with and without a past, decode rows among them; slots that nobody wrote hold no numbers."""
+    from quire.backends.cuda.kernels import prompt
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is Hopper's")
+    rows, lens = ([pair[i] for pair in RAGGED] for i in (0, 1))
+    for dtype, bound in ((BF16, 5e-3), (torch.float16, 7e-4)):
+        p = paged(rows, lens, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, device="cuda")
+        assert prompt.takes(p.q, p.k_cache, p.v_cache)
+        own = torch.randn(heads, device="cuda") if sinks else None
+        want = exact(p, dim**-0.5, window=window, sinks=own)
+        for few in (0, 16):
+            tiles = prompt.tile_list(p.q_start, p.kv_len, p.pos, group=heads // kv_heads, min_rows=few)
+            out = torch.full_like(p.q, 7.0)
+            prompt.attend_prompts(
+                p.q, p.k_cache, p.v_cache, out, tiles=tiles, table=p.table, scale=dim**-0.5, window=window, sinks=own
+            )
+            for b, n in enumerate(rows):
+                part = slice(int(p.q_start[b]), int(p.q_start[b + 1]))
+                assert error(out[part], want[part]) < bound if n > few else bool((out[part] == 7.0).all())
+
+
 def test_a_shared_prefix_at_full_size():
     p = paged(
         [1] * 64,

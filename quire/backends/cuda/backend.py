@@ -12,7 +12,7 @@ from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 from quire.backends.cuda.adapters import FixedStacks
 from quire.backends.cuda.elementwise import OWN
-from quire.backends.cuda.kernels import fp8
+from quire.backends.cuda.kernels import attention, fp8
 from quire.backends.cuda.kernels.gates import KINDS
 from quire.backends.cuda.kernels.launch import compile_only
 from quire.backends.cuda.ops import CudaKernels
@@ -74,5 +74,9 @@ class CudaBackend(TorchBackend):
         own = ("rms_norm", "layer_norm", "attention", "latent_attention", "encode", "moe")
         own += ("conv", "delta_rule", "adapt", *OWN, *filter(None, KINDS))
         hot = dict.fromkeys(own, "Triton")
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9:
+            hot["attention"] += (
+                " (prompts: Gluon)" if attention.prompts() else " (this version lacks what prompts need)"
+            )
         hot |= {"linear": "cuBLAS", "head_linear": "cuBLAS", "rope": "Triton (with the KV write)"}
         return super().implementations() | hot

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from quire.backends.cuda import library, states
+from quire.backends.cuda import states
 from quire.backends.cuda.adapters import FixedStack
 from quire.backends.cuda.elementwise import OWN
 from quire.backends.cuda.experts import fits, mix
@@ -331,13 +331,6 @@ class CudaKernels(TorchKernels):
         if batch.shared is not None and batch.longest == 1 and not sight.window and cache.group == 0:
             return self._attend_shared(q, batch, batch.shared, cache, scale, sight, out)
         longest, shortest = batch.longest, batch.shortest
-        found = self._beginnings(batch, cache, heads) if sight == PLAIN else None
-        if found is not None:
-            prompts, decode = found
-            library.attend_beginnings(q, *cache.both, out, table, prompts, scale)
-            if not decode:
-                return out
-            longest = shortest = 1
         reach = min(batch.reach, sight.window) if sight.window else batch.reach
         splits = paged.choose_splits(batch.sequences, kv_heads, reach, self._processors)
         splits = max(1, min(splits, _SPLIT_SPACE // (tokens * heads * dim * 4)))
@@ -356,7 +349,7 @@ class CudaKernels(TorchKernels):
         group = int(triton.next_power_of_2(heads // kv_heads))
         few = longest == 1 or (batch.uniform and longest * group <= paged.VERIFIED)
         if not few or not self._chain:
-            bounds = {"max_q": longest, "min_q": shortest}
+            bounds: dict[str, Any] = {"max_q": longest, "min_q": shortest, "reach": batch.reach, "once": batch.once}
             paged.attention(q, keys, values, out, scale=scale, splits=splits, space=space, **bounds, **arrays)
             return out
         tile = (
@@ -375,17 +368,6 @@ class CudaKernels(TorchKernels):
             bounds = {"q_start": batch.q_start, "max_q": longest, "parts": splits}
             combine(space.part, space.lse, out, sinks=sight.sinks, pdl=True, **bounds)
         return out
-
-    def _beginnings(
-        self, batch: DeviceBatch, cache: Cache, heads: int
-    ) -> tuple[list[tuple[int, int, int]], bool] | None:
-        """Long prompts that cuDNN is to attend, if this step is made of those and decode rows."""
-        kv = cache.kv
-        if batch.longest < library.LONG or cache.key_scale is not None:
-            return None
-        if not library.usable(self.device, self.dtype, heads, kv.kv_heads, kv.head_dim):
-            return None
-        return batch.once("beginnings", lambda: library.beginnings(batch))
 
     def attend_latent(self, q: torch.Tensor, batch: DeviceBatch, cache: Cache, scale: float) -> torch.Tensor:
         tokens, heads, _ = q.shape

@@ -49,6 +49,7 @@ class DeviceProgram(Protocol):
     kv: KV
     shares: bool  # whether it is worth telling a launch which rows share a prefix
     graphs: bool  # whether a launch may be captured and replayed
+    sparse: bool  # whether a row goes through a part of the weights alone: then launching a step takes longer than most steps do
     adapts: bool  # whether captured graphs serve steps with adapters: their memory never moves
     sampler: DeviceSampler  # who chooses from its logits
 
@@ -82,6 +83,7 @@ class Steps:
     inputs: dict[str, int]  # cells of the named inputs
     output: int
     widths: dict[Hidden, int]  # of rows that are kept
+    sparse: bool  # whether experts are among them
 
 
 class TorchProgram:
@@ -94,6 +96,7 @@ class TorchProgram:
         self.sampler = kernels.sampler()
         self.graphs = False
         self.shares = False
+        self.sparse = plain.sparse
         self.adapts = False
         self.compile_only: Callable[[], AbstractContextManager[None]] = nullcontext
         self._plain = plain
@@ -251,7 +254,8 @@ class TorchBackend:
         steps = [emit.step(i, gone) for i, gone in zip(program, ends(program, recording.output), strict=True)]
         names = {name: number[v] for name, v in recording.inputs.items()}
         widths = {i.hidden: i.inputs[0].width for i in program if i.hidden is not None}
-        return Steps(steps, len(number), names, number[recording.output], widths)
+        sparse = any(i.op == "moe" for i in program)
+        return Steps(steps, len(number), names, number[recording.output], widths, sparse)
 
     def wrap(self, program: TorchProgram) -> TorchProgram:
         """A device may say more about its programs."""

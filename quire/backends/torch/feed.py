@@ -5,15 +5,19 @@
 `Feed` is told the order of the layouts beforehand and hands each out as chunks of rows. While the caller uses one chunk the next
 ones are being read, from later tensors too. Chunks come in order and arrive whole; a chunk on the device is good until
 the next one is asked for in another stream, so it is used in the stream that asks. Knows bytes and rows, not formats.
+
+What a layout expands where it is read can travel as the file has it (`packed`): fewer bytes, and the host has nothing to compute. Rows
+whose parts lie apart in the file arrive with them side by side.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +37,27 @@ _TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 class _Part:
     """Rows of a layout, on their way."""
 
-    layout: Layout
+    source: _Source
     start: int
     stop: int
     buffer: torch.Tensor
     read: Future[None]
+
+
+class _Source:
+    """The rows of a layout: arrays with as many rows each, or what becomes one where it is read."""
+
+    def __init__(self, layout: Layout, packed: bool):
+        self.layout = layout
+        self.arrays: tuple[Any, ...] = packed_rows(layout) if packed else (layout.data,)
+        self.widths = [a.nbytes // max(1, a.shape[0]) for a in self.arrays]
+        self.row_bytes = sum(self.widths)
+        self.shape = (self.row_bytes,) if packed else layout.data.shape[1:]
+
+
+def packed_rows(layout: Layout) -> tuple[npt.NDArray[np.uint8], ...]:
+    """The rows of a layout as the file has them; none where it cannot tell."""
+    return getattr(layout.data, "packed", ())
 
 
 class Feed:
@@ -48,15 +68,18 @@ class Feed:
         layouts: Sequence[Layout],
         device: torch.device,
         *,
+        packed: Set[int] = frozenset(),
         threads: int = THREADS,
         buffers: int = BUFFERS,
         chunk: int = CHUNK,
     ):
+        """`packed`: ids of layouts that travel as the file has them."""
         self._device = device
-        self._plan = iter([piece for layout in layouts for piece in _pieces(layout, chunk)])
+        sources = [_Source(layout, id(layout) in packed) for layout in layouts]
+        self._plan = iter([piece for source in sources for piece in _pieces(source, chunk)])
         # A row may be wider than a chunk: then it is a chunk of its own.
-        largest = max((_row_bytes(layout) for layout in layouts), default=1)
-        size = min(max(chunk, largest), max((layout.nbytes for layout in layouts), default=1))
+        largest = max((source.row_bytes for source in sources), default=1)
+        size = min(max(chunk, largest), max((s.row_bytes * s.layout.shape[0] for s in sources), default=1))
         pin = device.type == "cuda"
         self._free = deque(torch.empty(max(1, size), dtype=torch.uint8, pin_memory=pin) for _ in range(buffers))
         self._reading: deque[_Part] = deque()
@@ -74,13 +97,13 @@ class Feed:
     def rows(self, layout: Layout) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(first row, last row + 1, those rows on the device) of the next layout. A vector is rows of one number.
 
-        Dense rows have their own numbers' type; others are bytes. All of it has been read from the file when the iteration ends.
+        Dense rows have their own numbers' type; others are bytes, packed ones [rows, bytes of a row]. All of it has been read from the file when the iteration ends.
         """
         done, end = 0, layout.shape[0]
         while done < end:
             self._read_ahead()
             part = self._reading.popleft() if self._reading else None
-            if part is None or part.layout is not layout:
+            if part is None or part.source.layout is not layout:
                 raise ValueError("layouts are asked for in another order than was said")
             part.read.result()
             yield part.start, part.stop, self._deliver(part)
@@ -98,15 +121,15 @@ class Feed:
             piece = next(self._plan, None)
             if piece is None:
                 return
-            layout, start, stop = piece
+            source, start, stop = piece
             buffer = self._free.popleft()
             self._reading.append(
-                _Part(layout, start, stop, buffer, self._pool.submit(_read, layout, start, stop, buffer))
+                _Part(source, start, stop, buffer, self._pool.submit(_read, source, start, stop, buffer))
             )
 
     def _deliver(self, part: _Part) -> torch.Tensor:
-        rows = part.stop - part.start
-        staged = part.buffer[: rows * _row_bytes(part.layout)]
+        rows, source = part.stop - part.start, part.source
+        staged = part.buffer[: rows * source.row_bytes]
         if self._device.type == "cuda":
             there = staged.to(self._device, non_blocking=True)
             event = torch.cuda.Event()
@@ -115,26 +138,27 @@ class Feed:
         else:
             there = staged.clone()
             self._free.append(part.buffer)
-        if isinstance(part.layout, Dense):
-            there = there.view(_TORCH[part.layout.dtype])
-        return there.view(rows, *part.layout.data.shape[1:])
+        if isinstance(source.layout, Dense):
+            there = there.view(_TORCH[source.layout.dtype])
+        return there.view(rows, *source.shape)
 
 
-def _pieces(layout: Layout, chunk: int) -> Iterator[tuple[Layout, int, int]]:
-    step = max(1, chunk // max(1, _row_bytes(layout)))
+def _pieces(source: _Source, chunk: int) -> Iterator[tuple[_Source, int, int]]:
+    layout = source.layout
+    step = max(1, chunk // max(1, source.row_bytes))
     if not isinstance(layout, Dense):
         step = max(1, min(step, ELEMENTS // layout.shape[-1]))
     step = step // ROWS * ROWS or step
     for start in range(0, layout.shape[0], step):
-        yield layout, start, min(start + step, layout.shape[0])
+        yield source, start, min(start + step, layout.shape[0])
 
 
-def _row_bytes(layout: Layout) -> int:
-    return layout.nbytes // max(1, layout.data.shape[0])
-
-
-def _read(layout: Layout, start: int, stop: int, buffer: torch.Tensor) -> None:
+def _read(source: _Source, start: int, stop: int, buffer: torch.Tensor) -> None:
     """Rows into a staging buffer. numpy lets go of the interpreter lock while it copies, so threads read side by side."""
-    rows = np.ascontiguousarray(layout.data[start:stop])  # a view already, as files hold them
-    source: npt.NDArray[np.uint8] = rows.view(np.uint8).reshape(-1)
-    np.copyto(buffer.numpy()[: source.size], source)
+    into, at = buffer.numpy()[: (stop - start) * source.row_bytes].reshape(stop - start, -1), 0
+    for array, width in zip(source.arrays, source.widths, strict=True):
+        rows = array[start:stop]
+        if len(source.arrays) == 1:
+            rows = np.ascontiguousarray(rows)  # a view already, as files hold them
+        np.copyto(into[:, at : at + width], rows.view(np.uint8).reshape(stop - start, -1))
+        at += width

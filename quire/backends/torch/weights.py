@@ -25,9 +25,9 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 import torch
 
-from quire.backends.torch.feed import Feed
+from quire.backends.torch.feed import Feed, packed_rows
 from quire.backends.torch.quantized import E4M3, GROUPS, WIDTH, Int4, Mixed, Part, Scaled, Tiled, Weight, tensors
-from quire.backends.torch.words import IntWords, MxWords, fits
+from quire.backends.torch.words import QUARTER, IntWords, MxWords, fits
 from quire.layouts import Affine, Codec, Dense, Float8, Ints, Layout, Scale
 from quire.observe.errors import Unsupported
 
@@ -106,7 +106,8 @@ class Weights:
                 self._kept_back |= {id(w): "experts not of one format" for w in group}
         unique = {id(w): w for group in groups for w in group if id(w) not in self._tensors}
         total, done = sum(w.nbytes for w in unique.values()), 0
-        with self._feeding(list(unique.values())) as feed:
+        stored = {at for at, w in unique.items() if self._kind(w, products) == Words(0) and packed_rows(w)}
+        with self._feeding(list(unique.values()), stored) as feed:
             for group in groups:
                 new = [w for w in group if id(w) not in self._tensors]
                 if len(group) > 1 and len(new) == len({id(w) for w in group}) == len(group):
@@ -125,11 +126,11 @@ class Weights:
                         if packed is not None:
                             packed(w, done, total)
 
-    def _feeding(self, layouts: list[Layout]) -> AbstractContextManager[Feed | None]:
+    def _feeding(self, layouts: list[Layout], packed: Set[int]) -> AbstractContextManager[Feed | None]:
         """What brings layouts to a device, in this order; None where they need no bringing."""
         if self._random is not None or self.device.type == "cpu":
             return nullcontext()
-        return Feed(layouts, self.device)
+        return Feed(layouts, self.device, packed=packed)
 
     def __getitem__(self, layout: Layout) -> Weight:
         return self._tensors[id(layout)][1]
@@ -268,8 +269,9 @@ class Weights:
         """Quantize some rows at a time: float32 rows on the device, then codes; or the file's own codes."""
         assert not isinstance(into, Mixed | torch.Tensor)  # a layout is of one kind, and who has tensors fills them
         if isinstance(into, MxWords) and isinstance(layout, Affine) and self._random is None:
-            for first, end, data in self._stored(layout, feed):
-                into.rows(first, end).keep(*microscaled(data, layout.codec))
+            stored = bool(packed_rows(layout))
+            for first, end, data in self._stored(layout, feed, packed=stored):
+                into.rows(first, end).keep(*(as_stored(data, layout) if stored else microscaled(data, layout.codec)))
             return
         if self.quantize == "keep" and isinstance(into, Int4 | IntWords) and _four_bits(layout):
             apart = into.group // layout.codec.group
@@ -290,13 +292,16 @@ class Weights:
         for first, end, floats in self._floats(layout, feed):
             into.rows(first, end).fill(floats)
 
-    def _stored(self, layout: Affine | Float8, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Rows of blocks as the file has them, on the device."""
+    def _stored(
+        self, layout: Affine | Float8, feed: Feed | None, *, packed: bool = False
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Rows of blocks on the device; `packed`, as the file has them."""
         if feed is not None:
             yield from feed.rows(layout)
             return
         for first, end in _steps(layout):
-            yield first, end, _bytes(layout.data[first:end]).to(self.device)
+            data = np.hstack([a[first:end] for a in packed_rows(layout)]) if packed else layout.data[first:end]
+            yield first, end, _bytes(data).to(self.device)
 
     def _floats(self, layout: Layout, feed: Feed | None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Rows of a matrix in float32, on the device."""
@@ -395,6 +400,17 @@ def microscaled(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.T
     codes = torch.bucketize(twice.abs().int(), torch.tensor(_TWICE, device=data.device)) + 8 * (twice < 0)
     factors = _scale(codec.scale, blocks, codec.groups)  # of twice a number
     return codes.to(torch.uint8).reshape(n, -1), (torch.frexp(factors)[1] + 127).to(torch.uint8).reshape(n, -1)
+
+
+def as_stored(data: torch.Tensor, layout: Affine) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows of MXFP4 as their file has them: codes and exponents apart, where neighbours share a byte; or a block's exponent
+    ahead of its codes, where those of its two halves do."""
+    n, blocks = data.shape[0], layout.shape[1] // QUARTER
+    if len(packed_rows(layout)) == 2:
+        codes = data[:, : blocks * QUARTER // 2]
+        return torch.stack((codes & 15, codes >> 4), -1).view(n, -1), data[:, blocks * QUARTER // 2 :]
+    whole = data.view(n, blocks, -1)
+    return torch.cat((whole[..., 1:] & 15, whole[..., 1:] >> 4), -1).view(n, -1), whole[..., 0]
 
 
 def four_bits(data: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

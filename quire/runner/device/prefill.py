@@ -25,6 +25,8 @@ SIZES = (
     *((tokens, 16) for tokens in (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)),
     *((tokens, 256) for tokens in (288, 384, 512, 768, 1024)),
 )
+# Programs with more launches for less work, mixtures, are bound by the host for longer.
+LONGER = tuple((tokens, 16) for tokens in (1280, 1536, 1792, 2048))
 
 
 class Kind(NamedTuple):
@@ -49,7 +51,8 @@ class PrefillSteps:
         vocab: int,
     ):
         self._program, self._state, self._reach = program, state, max_context
-        within = {(tokens, min(seqs, max_seqs + 1)) for tokens, seqs in SIZES if tokens <= max_tokens}
+        sizes = (*SIZES, *LONGER) if program.sparse else SIZES
+        within = {(tokens, min(seqs, max_seqs + 1)) for tokens, seqs in sizes if tokens <= max_tokens}
         self.sizes = sorted(within)
         self.adapted_sizes = self.sizes[::-2][::-1] if program.adapts else []  # the largest among them
         self._plain = [Kind(*size) for size in self.sizes]

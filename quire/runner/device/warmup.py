@@ -15,7 +15,16 @@ from quire.runner.device.staging import Staging
 from quire.runner.device.state import DeviceState
 
 # Decode rows, prompt rows and reach: few rows, many, split contexts, and not.
-KINDS = ((0, 3, 64), (1, 3, 256), (1, 20, 1024), (1, 40, 4096), (1, 300, 256), (7, 200, 2048), (159, 300, 512))
+KINDS = (
+    (0, 3, 64),
+    (3, 20, 64),
+    (1, 3, 256),
+    (1, 20, 1024),
+    (1, 40, 4096),
+    (1, 300, 256),
+    (7, 200, 2048),
+    (159, 300, 512),
+)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from quire import formats  # noqa: E402
 from quire.backends.torch.feed import Feed  # noqa: E402
 from quire.backends.torch.weights import Weights, dequantize  # noqa: E402
-from quire.layouts import Dense, Layout  # noqa: E402
+from quire.backends.torch.words import MxWords  # noqa: E402
+from quire.formats import mxfp4  # noqa: E402
+from quire.layouts import Affine, Dense, Layout  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -123,9 +126,48 @@ def test_weights_are_the_same_fed_and_copied(dtype: Any, monkeypatch: pytest.Mon
     plain.load(groups)
     told: list[tuple[int, int]] = []
     layouts = [w for group in groups for w in group]
-    monkeypatch.setattr(fed, "_feeding", lambda layouts: Feed(layouts, CPU, chunk=700))
+    monkeypatch.setattr(fed, "_feeding", lambda layouts, packed: Feed(layouts, CPU, packed=packed, chunk=700))
     fed.load(groups, lambda layout, done, total: told.append((done, total)))
     for w in layouts:
         assert torch.equal(plain[w], fed[w])
     assert fed.joined(groups[2]) is not None
     assert told[-1][0] == told[-1][1] == sum(w.nbytes for w in layouts) and len(told) == len(layouts)
+
+
+def microscaled(n: int, k: int, seed: int, *, together: bool) -> Affine:
+    """MXFP4 as a GGUF has it, or every other row of two tensors, as a folder has gates."""
+    rng = np.random.default_rng(seed)
+    if together:
+        blocks = rng.integers(0, 256, (n, k // 32, 17), dtype=np.uint8)
+        blocks[..., 0] = rng.integers(100, 140, (n, k // 32))
+        return formats.load("MXFP4").read(blocks.reshape(-1), (n, k))
+    codes = rng.integers(0, 256, (2 * n, k // 32, 16), dtype=np.uint8)
+    return mxfp4.join(codes[seed % 2 :: 2], rng.integers(100, 140, (2 * n, k // 32), dtype=np.uint8)[seed % 2 :: 2])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_mxfp4_travels_as_the_file_has_it(together: bool, monkeypatch: pytest.MonkeyPatch):
+    """Experts that are multiplied packed have the numbers of the file, fed or copied, and no more than its bytes were read."""
+    layouts = [microscaled(320, 96, seed, together=together) for seed in (1, 2)]
+    ids = {id(w) for w in layouts}
+    read: list[int] = []
+
+    class Counted(Feed):
+        def rows(self, layout: Layout) -> Iterator[tuple[int, int, torch.Tensor]]:
+            for start, stop, rows in super().rows(layout):
+                read.append(rows.numel())
+                yield start, stop, rows
+
+    for feeds in (False, True):
+        weights = Weights(CPU, torch.bfloat16)
+        weights.words = True
+        if feeds:
+            monkeypatch.setattr(
+                weights, "_feeding", lambda layouts, packed: Counted(layouts, CPU, packed=packed, chunk=9000)
+            )
+        weights.load([layouts], products=ids, stacks=ids)
+        for w in layouts:
+            held: Any = weights[w]
+            assert isinstance(held, MxWords)
+            np.testing.assert_array_equal(held.dequantize().numpy(), w.dequantize())
+    assert sum(read) == 2 * 320 * 3 * 17 and len(read) == 2 * 3  # whole tiles of rows at a time

@@ -19,6 +19,11 @@ same operations in the same order: `merge`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -246,6 +251,8 @@ INVARIANT_WIDE = Tile(64, 64, 4, 2)  # head sizes over 128
 
 
 VERIFIED = 64  # rows of such a tile at most
+specialize = True  # whether prompts may go through `prompt.py`; benchmarks set it
+_SHORT = 1024  # tokens that a row sees from which that is faster for small heads, whose tiles are over soon
 
 
 def workspace(
@@ -386,6 +393,27 @@ def attend(
     )  # fmt: skip
 
 
+@cache
+def prompts() -> ModuleType | None:
+    """The kernel for prompts on Hopper; None where this Triton's Gluon, which is not settled yet, lacks what it is written with."""
+    try:
+        from quire.backends.cuda.kernels import prompt
+    except (ImportError, AttributeError):
+        return None
+    return prompt
+
+
+def _specialized(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> ModuleType | None:
+    """The kernel of `prompts`, if it takes these on this GPU."""
+    if not specialize or q.device.type != "cuda" or (found := prompts()) is None:
+        return None
+    return found if found.takes(q, k_cache, v_cache) else None
+
+
+def _now(key: Any, make: Callable[[], Any]) -> Any:
+    return make()
+
+
 def attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -399,6 +427,7 @@ def attention(
     scale: float,
     max_q: int,
     min_q: int = 1,
+    reach: int = 2**31 - 1,
     splits: int = 1,
     split_len: int = 0,
     space: Workspace | None = None,
@@ -407,14 +436,15 @@ def attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    once: Callable[[Any, Callable[[], Any]], Any] | None = None,
     pdl: bool = False,
 ) -> None:
     """softmax(q k^T * scale) v for every row of a ragged batch. q and out [T, H, D].
 
-    `max_q` and `min_q` bound the rows of one sequence. `splits` (with a `space` of that many parts) cuts the contexts of
+    `max_q` and `min_q` bound the rows of one sequence, `reach` its tokens. `splits` (with a `space` of that many parts) cuts the contexts of
     sequences with few rows. `split_len` > 0 is the invariant mode: parts start at its multiples; with a `space` (that
     has sums) they are `splits` programs, which must cover the longest context, and without it one program walks them
-    all. A row's bits are the same either way, and in any batch.
+    all. A row's bits are the same either way, and in any batch. `once` is a batch's, which keeps what all layers use.
     """
     heads, dim = q.shape[1], q.shape[2]
     group_pad = triton.next_power_of_2(heads // k_cache.shape[2])
@@ -445,7 +475,13 @@ def attention(
         )  # fmt: skip
     if space is not None and min_q <= few:
         combine(space.part, space.lse, out, sinks=sinks, q_start=q_start, max_q=min(few, max_q), parts=splits)
-    if max_q > few:
+    seen = min(reach, window) if window else reach
+    plain = softcap != 0.0 or k_scale is not None or (dim < 128 and seen < _SHORT)
+    if max_q > few and not plain and (own := _specialized(q, k_cache, v_cache)) is not None:
+        told = {"group": heads // k_cache.shape[2], "min_rows": few}
+        tiles = (once or _now)(("tiles", *told.values()), lambda: own.tile_list(q_start, kv_len, pos, **told))
+        own.attend_prompts(q, k_cache, v_cache, out, tiles=tiles, table=table, scale=scale, window=window, sinks=sinks)
+    elif max_q > few:
         tile = PROMPT if dim <= 128 else PROMPT_WIDE
         block_q = max(1, tile.rows // group_pad)
         attend(

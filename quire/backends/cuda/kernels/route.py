@@ -20,7 +20,7 @@ import triton.language as tl
 from quire.backends.cuda.kernels.launch import Launcher
 from quire.layouts import Routing
 
-_CHUNK = 1024  # pairs that are looked at at once
+_CHUNK, _MORE = 1024, 8192  # pairs that are looked at at once: of few, and of many
 
 
 @Launcher
@@ -126,6 +126,9 @@ def _place(experts, order, starts, pairs, CHUNK: tl.constexpr, PDL: tl.constexpr
 def place(experts: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, *, pdl: bool = False) -> None:
     """Pairs by expert: order int32 [P] names them, those of expert e at starts[e] .. starts[e + 1]; starts int32 [E + 1]."""
     pairs = experts.numel()
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
+    many = pairs > 8 * _CHUNK
+    chunk = _MORE if many else min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
     launch: dict[str, object] = {"launch_pdl": True} if pdl else {}
-    _place[(starts.shape[0] - 1,)](experts, order, starts, pairs, CHUNK=chunk, PDL=pdl, num_warps=4, **launch)
+    _place[(starts.shape[0] - 1,)](
+        experts, order, starts, pairs, CHUNK=chunk, PDL=pdl, num_warps=8 if many else 4, **launch
+    )
