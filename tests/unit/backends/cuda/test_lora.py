@@ -195,7 +195,9 @@ def test_mixtures_have_longer_captured_steps():
         program.sparse = sparse
         state = DeviceState(20, 4, [9], 16, program.device)
         steps = PrefillSteps(program, state, max_seqs=20, max_tokens=4096, max_context=4096, vocab=10)
-        found[sparse] = steps.kind_for(ragged([(0, 2000, list(range(125)))])), steps.sizes[-1]
+        batch = ragged([(0, 2000, list(range(125)))])
+        batch.logit_rows = np.array([1999], np.int32)
+        found[sparse] = steps.kind_for(batch), steps.sizes[-1]
     kind, largest = found[True]
     assert kind is not None and kind.tokens == 2048 and largest == (2048, 16)
     assert found[False] == (None, (1024, 21))
