@@ -132,7 +132,7 @@ class Heard:
     """A program that notes whose adapters it was told of."""
 
     device = torch.device("cpu")
-    graphs, shares, adapts = False, True, True
+    graphs, shares, sparse, adapts = False, True, False, True
     kv: Any = type("KV", (), {"page_size": 16})()
 
     def __init__(self) -> None:
@@ -183,3 +183,21 @@ def test_prompt_steps_are_padded_with_rows_of_nobody():
     told = prompter.run(kind, batch, np.array([4, 5], np.int32), none, [none], [np.arange(9, dtype=np.int32)])[1]
     assert told[0].tolist() == list(range(9))
     assert program.told == [(kind.tokens, [1] * 40 + [-1] * (kind.tokens - 40), False)]
+
+
+def test_mixtures_have_longer_captured_steps():
+    """Their launches take the host longer than the device: a step of 2,000 rows is captured with experts alone."""
+    from quire.backends.cases import ragged
+
+    found = {}
+    for sparse in (False, True):
+        program: Any = Heard()
+        program.sparse = sparse
+        state = DeviceState(20, 4, [9], 16, program.device)
+        steps = PrefillSteps(program, state, max_seqs=20, max_tokens=4096, max_context=4096, vocab=10)
+        batch = ragged([(0, 2000, list(range(125)))])
+        batch.logit_rows = np.array([1999], np.int32)
+        found[sparse] = steps.kind_for(batch), steps.sizes[-1]
+    kind, largest = found[True]
+    assert kind is not None and kind.tokens == 2048 and largest == (2048, 16)
+    assert found[False] == (None, (1024, 21))

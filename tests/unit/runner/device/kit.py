@@ -22,6 +22,7 @@ class OnDevice:
 
     graphs = False
     shares = True
+    sparse = False
     adapts = False
     keep = ()
     device = torch.device("cpu")
