@@ -1,0 +1,63 @@
+"""What the Responses API's endpoints take of their requests, for docs/compat.md."""
+
+from __future__ import annotations
+
+from quire.server.openai.responses.fields import (
+    ELSEWHERE,
+    IGNORED,
+    NEUTRAL,
+    CountRequest,
+    ResponseRequest,
+)
+from quire.server.shared.compat import SAMPLING, Endpoint, Fields
+
+PATH = "/v1/responses"
+_NOTES = SAMPLING | {
+    "input": "a string or items: messages of text, calls, their results, reasoning, references",
+    "instructions": "of this request alone",
+    "previous_response_id": "a stored response that is over",
+    "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` has no effect, and the answer says so",
+    "tools": "functions and namespaces of them, up to 1024 in all, of a model whose template has tools; web search is left out, and the answer says so",
+    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced; a web search cannot be demanded",
+    "parallel_tool_calls": "false: at most one call, enforced",
+    "reasoning": "`effort` as the template can be told it, `summary` auto or detailed; where the model has no place for them the answer says so",
+    "truncation": "only disabled: nothing is ever cut",
+    "chat_template_kwargs": "variables for the template; not those that the server itself sets",
+    "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
+    "top_logprobs": "0 to 20; needs `include`",
+    "max_output_tokens": "never more than the context leaves: more is refused",
+    "max_tool_calls": "told back; it bounds tools that run on OpenAI's side",
+    "store": "true by default: see responses.md",
+    "background": "needs `store`",
+    "metadata": "kept and told back",
+    "user": "told back",
+    "safety_identifier": "told back",
+    "prompt_cache_key": "told back",
+    "prompt_cache_retention": "told back",
+    "service_tier": "there is one: the answer says that another had no effect",
+    "stream_options": "`include_obfuscation` only false",
+}
+_PROMPT = "model input instructions previous_response_id tools tool_choice parallel_tool_calls reasoning text truncation conversation"
+COMPAT = (
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path=PATH,
+        what="With vLLM's sampling fields. See responses.md, also for `/v1/responses/{response}`, `/v1/responses/{response}/cancel` and "
+        "`/v1/responses/{response}/input_items`.",
+        fields=(Fields(shape=ResponseRequest, ignored=IGNORED, neutral=NEUTRAL, refused=ELSEWHERE, notes=_NOTES),),
+        example={"input": "hi"},
+        surface=f"{_PROMPT} background context_management include max_output_tokens max_tool_calls metadata prompt prompt_cache_key "
+        "prompt_cache_options prompt_cache_retention safety_identifier service_tier store stream stream_options temperature "
+        "top_logprobs top_p user moderation image access_programs client_metadata",
+    ),
+    Endpoint(
+        dialect="OpenAI",
+        method="POST",
+        path=f"{PATH}/input_tokens",
+        what="Renders and counts the same prompt, and runs nothing.",
+        fields=(Fields(shape=CountRequest, ignored=IGNORED, neutral=NEUTRAL, notes=_NOTES),),
+        example={"input": "hi"},
+        surface=f"{_PROMPT} personality",
+    ),
+)
