@@ -126,7 +126,8 @@ def _custom(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> E
     grammar = flat_format(f"{where}.format", given.format)
     made = text_tool(where, given.name, given.description, grammar)
     shape = {"type": "text"} if grammar is None else {"type": "grammar", **msgspec.structs.asdict(grammar)}
-    told = {"type": CUSTOM, "name": made.name, "description": given.description, "format": shape}
+    about = {} if given.description is None else {"description": given.description}
+    told = {"type": CUSTOM, "name": made.name, **about, "format": shape}
     return _entry(where, Known(CUSTOM, made.name, space), made, told, given.defer_loading)
 
 

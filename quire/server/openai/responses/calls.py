@@ -71,6 +71,15 @@ class Known:
         return {LOCAL_SHELL: _exec, SHELL: _commands, APPLY_PATCH: _operation}[self.kind](given)
 
 
+def is_json(text: str) -> bool:
+    """Whether a text is whole JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _exec(given: dict[str, Any]) -> Item | None:
     command = given.get("command")
     if isinstance(command, str):

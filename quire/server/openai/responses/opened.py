@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
-from quire.server.openai.responses.calls import CUSTOM, FUNCTION, SHELL, Known
+from quire.server.openai.responses.calls import CUSTOM, FUNCTION, SHELL, Known, is_json
 from quire.server.openai.responses.items import SEAL_SUMMARY, Item, new_id, seal
 from quire.server.shared.texts import TextArgument
 
@@ -199,7 +199,7 @@ class OpenFields:
             other = OpenCall(self.index, Known(FUNCTION, self.kind), made["call_id"])
             yield from other.begin()
             yield from other.take(made["arguments"], [])
-            yield from other.end(status)
+            yield from other.end("completed")
             return
         yield "output_item.added", {"output_index": self.index, "item": made | {"status": "in_progress"}}
         if self.kind == SHELL:
@@ -213,12 +213,12 @@ class OpenFields:
     def done(self, status: str) -> Item | None:
         text = "".join(self._texts)
         fields = self._known.fields(text)
-        if fields is None and status != "completed":
+        if fields is None and status != "completed" and not is_json(text):
             return None
         call = self._call or f"call_{self._id.partition('_')[2]}"
         if fields is None:
-            head: Item = {"id": self._id, "type": "function_call", "status": status, "call_id": call}
-            return head | {"name": self.kind, "arguments": text}
+            head: Item = {"id": self._id, "type": "function_call", "call_id": call}
+            return head | {"name": self.kind, "arguments": text, "status": "completed"}
         return self._known.item(self._id, call) | {"status": "completed"} | fields
 
 

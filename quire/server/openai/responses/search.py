@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any
 
+import msgspec
+
 from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.server.openai.responses.builtin import Entry, parameter_words
@@ -156,9 +158,9 @@ class Searches:
         prompt = await conversation.encode(served, Conversation(ready.turns, tools, ready.kwargs), "input")
         self.prompted += len(prompt)
         most = generation.sampling.max_tokens
-        sampling = (
-            generation.sampling if most is None else replace(generation.sampling, max_tokens=max(1, most - spent))
-        )
+        sampling = generation.sampling
+        if most is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=max(1, most - spent))
         check_prompt(served, prompt, None, "input", "max_output_tokens")
         reading, constraint = await conversation.answering(served, prompt, tools, ready.asked.constraint())
         return replace(generation, prompt=prompt, sampling=sampling, reading=reading, constraint=constraint)
