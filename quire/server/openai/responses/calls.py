@@ -8,12 +8,16 @@ same arguments again, so that a model sees what it wrote. Knows no prompts and n
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.server.shared.texts import arguments_with
 
 Item = dict[str, Any]
+KnownAs: TypeAlias = Callable[
+    [str, str | None, str], str
+]  # the model's name of a tool: by kind, namespace or none, and name
 
 FUNCTION, CUSTOM, LOCAL_SHELL, SHELL, APPLY_PATCH, SEARCH = (
     *("function", "custom", "local_shell", "shell", "apply_patch", "tool_search"),
@@ -145,11 +149,11 @@ def arguments_of(item: Item) -> str | dict[str, Any]:
     return {name: value for name, value in given.items() if value not in (None, {}) and value != "exec"}
 
 
-def result_of(item: Item) -> str:
-    """The text of a result."""
+def result_of(item: Item, known_as: KnownAs) -> str:
+    """The text of a result; tools that it brings are told by the names that the model knows."""
     kind = item["type"]
     if kind == "tool_search_output":
-        names = [name for tool in item["tools"] for name in _named(tool)]
+        names = [known_as(*one) for tool in item["tools"] for one in _named(tool)]
         return f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
     if kind == "shell_call_output":
         kept = [{k: one[k] for k in ("stdout", "stderr", "outcome") if k in one} for one in item["output"]]
@@ -160,9 +164,10 @@ def result_of(item: Item) -> str:
     return output if isinstance(output, str) else "\n".join(part.get("text", "") for part in output)
 
 
-def _named(tool: Any) -> list[str]:
+def _named(tool: Any, space: str | None = None) -> list[tuple[str, str | None, str]]:
     if not isinstance(tool, dict):
         return []
     if isinstance(tool.get("tools"), list):
-        return [name for inner in tool["tools"] for name in _named(inner)]
-    return [str(tool.get("name") or tool.get("type"))]
+        return [one for inner in tool["tools"] for one in _named(inner, str(tool.get("name")))]
+    kind = str(tool.get("type"))
+    return [(kind, space, str(tool.get("name") or kind))]

@@ -79,23 +79,23 @@ def new_id(kind: str) -> str:
     return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
-def read(given: str | list[msgspec.Raw] | None, notes: dict[str, str]) -> list[Item]:
-    """`input` as items. References are left as they are. `notes` are told what is set aside."""
+def read(given: str | list[msgspec.Raw] | None, notes: dict[str, str]) -> list[tuple[str, Item]]:
+    """`input` as items, each with its place. References are left as they are. `notes` are told what is set aside."""
     if given is None:
         return []
     if isinstance(given, str):
-        return [message("user", [{"type": "input_text", "text": given}])]
+        return [("input", message("user", [{"type": "input_text", "text": given}]))]
     check_count(given, "input")
-    made: list[Item] = []
+    made: list[tuple[str, Item]] = []
     for i, raw in enumerate(given):
         where = f"input[{i}]"
         item = at(where, raw, dict[str, Any])
         if item.get("type") in SET_ASIDE:
             notes[where] = f"a {item['type']} was done elsewhere; it is set aside"
         elif (one := _item(where, item, notes)) is not None:
-            if made and made[-1]["type"] == "compaction_trigger":
-                raise BadRequest("a compaction_trigger must be the last of the input", param=f"input[{i - 1}].type")
-            made.append(one)
+            if made and made[-1][1]["type"] == "compaction_trigger":
+                raise BadRequest("a compaction_trigger must be the last of the input", param=f"{made[-1][0]}.type")
+            made.append((where, one))
     return made
 
 

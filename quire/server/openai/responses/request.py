@@ -66,26 +66,24 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     before: list[Item] = []
     if asked.previous_response_id is not None:
         before = compacted(await _before(stored, served.caller.owner, asked.previous_response_id))
-    new = [
-        await _resolved(stored, served.caller.owner, i, item)
-        for i, item in enumerate(response_items.read(asked.input, notes))
-    ]
+    given = response_items.read(asked.input, notes)
+    places = [*("previous_response_id" for _ in before), *(where for where, _ in given)]
+    new = [await _resolved(stored, served.caller.owner, where, item) for where, item in given]
     if compacts and (not new or new[-1]["type"] != "compaction_trigger"):
         new.append({"id": response_items.new_id("compaction_trigger"), "type": "compaction_trigger"})
+        places.append("input")
     items, new_from = [*before, *new], len(before)
     if not items or items[0]["type"] == "compaction_trigger":
         raise BadRequest("input is missing", param="input")
-    notes |= _lost(items, new_from)
-    asked = _configured(asked, items, new_from)
-    tools = response_tools.read(
-        asked.tools or (), brought(items, new_from), asked.tool_choice, asked.parallel_tool_calls
-    )
+    notes |= _lost(items[new_from:], places[new_from:])
+    asked = _configured(asked, items, places)
+    tools = response_tools.read(asked.tools or (), brought(items, places), asked.tool_choice, asked.parallel_tool_calls)
     kwargs = template_kwargs(asked.chat_template_kwargs)
     effort = asked.reasoning.effort if asked.reasoning else None
     no_effect = _hints(served, asked)
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
-    said = turns(served, asked.instructions, items, new_from, tools.known_as)
+    said = turns(served, asked.instructions, items, places, tools.known_as)
     if items[-1]["type"] == "compaction_trigger":
         said.append({"role": "user", "content": SUMMARIZE})
     prompt = await conversation.encode(served, Conversation(said, tools.choice, kwargs), "input")
@@ -112,12 +110,11 @@ async def generated(served: Served, ready: Prepared) -> Generation:
     return replace(made, reading=reading, constraint=constraint)
 
 
-def _configured(asked: ResponseRequest, items: list[Item], new_from: int) -> ResponseRequest:
+def _configured(asked: ResponseRequest, items: list[Item], places: list[str]) -> ResponseRequest:
     """The request with what items say about the answers that follow them; the last word counts."""
-    for i, item in enumerate(items):
+    for where, item in zip(places, items, strict=True):
         if item["type"] != "configuration_update":
             continue
-        where = f"input[{i - new_from}]" if i >= new_from else "previous_response_id"
         if (given := item.get("reasoning")) is not None:
             new = at(f"{where}.reasoning", Raw(msgspec.json.encode(given)), Reasoning)
             old = asked.reasoning or Reasoning()
@@ -128,12 +125,13 @@ def _configured(asked: ResponseRequest, items: list[Item], new_from: int) -> Res
     return asked
 
 
-def _lost(items: list[Item], new_from: int) -> dict[str, str]:
+def _lost(items: list[Item], places: list[str]) -> dict[str, str]:
     """Summaries that another server wrote."""
+    why = "the summary was not written by this server and cannot be read; the model is told so"
     return {
-        f"input[{i - new_from}].encrypted_content": "the summary was not written by this server and cannot be read; the model is told so"
-        for i, item in enumerate(items)
-        if i >= new_from and item["type"] == "compaction" and unsealed(item["encrypted_content"], SEAL_SUMMARY) is None
+        f"{where}.encrypted_content": why
+        for where, item in zip(places, items, strict=True)
+        if item["type"] == "compaction" and unsealed(item["encrypted_content"], SEAL_SUMMARY) is None
     }
 
 
@@ -182,11 +180,11 @@ async def _before(stored: StoredResponses, owner: str, previous: str) -> list[It
         raise BadRequest(f"{where}: {error}", param=where, code="previous_response_not_found") from None
 
 
-async def _resolved(stored: StoredResponses, owner: str, i: int, item: Item) -> Item:
+async def _resolved(stored: StoredResponses, owner: str, where: str, item: Item) -> Item:
     if item["type"] != "item_reference":
         return item
     found = await stored.item(item["id"], owner)
     if found is None:
-        place = f"input[{i}].id"
+        place = f"{where}.id"
         raise BadRequest(f"{place}: there is no stored item {item['id'][:80]!r}", param=place, code="item_not_found")
     return found

@@ -22,7 +22,6 @@ from quire.server.database import Database
 from quire.server.feed import Feed
 from quire.server.openai.pages import cut, window
 from quire.server.openai.responses.answer import Answer
-from quire.server.openai.responses.compat import COMPAT as COMPAT
 from quire.server.openai.responses.compat import PATH
 from quire.server.openai.responses.fields import (
     LOGPROBS,
@@ -194,7 +193,10 @@ class _Responses:
         asked, owner = window(request), caller_of(request.scope).owner
         record = await self._found(request.path_params["response"], owner)
         before = [] if record.previous is None else await self.stored.context(record.previous, owner)
-        return reply(cut([*before, *record.input], asked))
+        items = [
+            one for one in (*before, *record.input) if one["type"] != "compaction_trigger"
+        ]  # which OpenAI does not list
+        return reply(cut(items, asked))
 
     async def _found(self, response: str, owner: str) -> Record:
         record = await self.stored.get(response, owner)

@@ -149,7 +149,8 @@ class Searches:
         ready.turns.append(turn)
         for i, (id, name, *pieces) in enumerate(said.calls):
             entries = self._result(n + i, (ready.tools.known[name].fields("".join(pieces)) or {}).get("arguments", {}))
-            result = result_of({"type": "tool_search_output", "tools": [{"name": one.tool.name} for one in entries]})
+            told = {"type": "tool_search_output", "tools": [{"name": one.tool.name} for one in entries]}
+            result = result_of(told, lambda kind, space, name: name)
             ready.turns.append({"role": "tool", "content": result, "tool_call_id": id, "name": name})
         new = introduced([one.tool for result in self._results[n:] for one in result], ready.tools)
         ready.tools.choice = tools = Tools(

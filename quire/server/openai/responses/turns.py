@@ -7,17 +7,15 @@ too; it is no turn. Knows no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from quire.observe.errors import BadRequest
-from quire.server.openai.responses.calls import KIND_OF, OUTPUTS, Item, arguments_of, result_of
+from quire.server.openai.responses.calls import KIND_OF, OUTPUTS, Item, KnownAs, arguments_of, result_of
 from quire.server.openai.responses.items import SEAL_SUMMARY, unsealed
 from quire.server.openai.responses.tools import Brought
 from quire.server.served import Served
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text
-
-KnownAs: TypeAlias = Callable[[str, str | None, str], str]
 
 SUMMARY = "This is a summary of the conversation so far, which was too long to be kept:\n\n"
 LOST = "[An earlier part of this conversation was summarized by another server. The summary cannot be read here.]"
@@ -25,28 +23,23 @@ _SILENT = ("additional_tools", "configuration_update", "compaction_trigger")  # 
 
 
 def turns(
-    served: Served, instructions: str | None, items: Sequence[Item], new_from: int, known_as: KnownAs
+    served: Served, instructions: str | None, items: Sequence[Item], places: Sequence[str], known_as: KnownAs
 ) -> list[dict[str, Any]]:
-    """Items as turns for the model's template. `items[new_from:]` are the request's input, for the names in refusals; `known_as` is
-    the model's name of a tool, by its kind, the namespace or none, and its name."""
+    """Items as turns for the model's template. `places` are where they stand in the request, for refusals."""
     made = _Turns("developer" in str(getattr(served.template, "source", "")), known_as)
     if instructions:
         made.turns.append({"role": "system", "content": instructions})
-    for i, item in enumerate(items):
+    for where, item in zip(places, items, strict=True):
         if item["type"] not in _SILENT:
-            made.add(f"input[{i - new_from}]" if i >= new_from else "previous_response_id", item)
+            made.add(where, item)
     return _one_system(made.turns)
 
 
-def brought(items: Sequence[Item], new_from: int) -> list[Brought]:
+def brought(items: Sequence[Item], places: Sequence[str]) -> list[Brought]:
     """The tools that items bring along."""
     return [
-        Brought(
-            f"input[{i - new_from}]" if i >= new_from else "previous_response_id",
-            item["tools"],
-            item["type"] == "tool_search_output",
-        )
-        for i, item in enumerate(items)
+        Brought(where, item["tools"], item["type"] == "tool_search_output")
+        for where, item in zip(places, items, strict=True)
         if item["type"] in ("tool_search_output", "additional_tools")
     ]
 
@@ -75,7 +68,7 @@ class _Turns:
         kind = item["type"]
         if kind in OUTPUTS:
             id = item["call_id"] or next(reversed(self._calls), "")  # a search that was done here has none
-            made = self._history.answered(f"{where}.call_id", self._calls.get(id, id), result_of(item))
+            made = self._history.answered(f"{where}.call_id", self._calls.get(id, id), result_of(item, self._known_as))
             self.turns.append(made)
         elif kind == "message" and item["role"] != "assistant":
             role = "system" if item["role"] == "developer" and not self._knows_developer else item["role"]

@@ -42,6 +42,11 @@ def takes_text(kind: str, grammar: str) -> Tool:
     return Tool("f", "", SCHEMA, True, Constraint(kind=kind, text=grammar, param="tools[0].format"))
 
 
+def walked(constraint: Constraint | None, special: tuple[str, ...]) -> Walk:
+    assert constraint is not None
+    return Walk(constraint, special)
+
+
 CASES: list[tuple[str, str, Callable[[str], object]]] = [
     ("lark", PATCH, PATCH_LIKE.fullmatch),
     ("regex", r'^[a-b"\\<]{1,6}\n?$', re.compile(r'[a-b"\\<]{1,6}\n?').fullmatch),
@@ -55,7 +60,7 @@ def test_whatever_is_generated_is_a_text_of_the_grammar(
 ) -> None:
     tools = Tools([takes_text(kind, grammar), Tool("now")], "named", "f")
     for form, special in formats(source):
-        walk, rng, whole = Walk(form.constraint(ASSISTANT, tools, None), special), random.Random(kind), 0
+        walk, rng, whole = walked(form.constraint(ASSISTANT, tools, None), special), random.Random(kind), 0
         ends = (closing, *(("*** End", "\\n*** End") if kind == "lark" else ()))
         for _ in range(12):
             if (text := walk.random(rng, *ends, most=300)) is None:
@@ -77,7 +82,7 @@ TEXTS = [
 def test_a_text_of_the_grammar_may_be_written(source: str) -> None:
     tools = Tools([takes_text("lark", PATCH)], "required", parallel=False)
     for form, special in formats(source):
-        walk = Walk(form.constraint(ASSISTANT, tools, None), special)
+        walk = walked(form.constraint(ASSISTANT, tools, None), special)
         for text in TEXTS:
             assert PATCH_LIKE.fullmatch(text)
             written = as_template(source, text)
@@ -97,7 +102,7 @@ def as_template(source: str, text: str) -> str:
 def test_a_mark_in_the_text_is_barred_where_it_would_end_the_text() -> None:
     tools = Tools([takes_text("lark", PATCH)], "required", parallel=False)
     for form, special in formats(XML):
-        walk = Walk(form.constraint(ASSISTANT, tools, None), special)
+        walk = walked(form.constraint(ASSISTANT, tools, None), special)
         written = as_template(XML, TEXTS[0].replace("<b>", "</parameter> <b>"))
         assert not walk.takes(written)
 
@@ -106,7 +111,7 @@ def test_a_recursive_grammar() -> None:
     tools = Tools([takes_text("lark", NESTED)], "required", parallel=False)
     for source in (HERMES, NAMED):
         for form, special in formats(source):
-            walk, rng, whole = Walk(form.constraint(ASSISTANT, tools, None), special), random.Random(3), 0
+            walk, rng, whole = walked(form.constraint(ASSISTANT, tools, None), special), random.Random(3), 0
             assert walk.takes(as_template(source, '<a<"\n>>'))
             assert not walk.takes(as_template(source, '<a<"\n>'))
             for _ in range(10):
@@ -125,7 +130,7 @@ def test_a_recursive_grammar_where_texts_are_bare() -> None:
     assert plain is not None and special is not None
     with pytest.raises(BadRequest, match=r"tools\[0\].format: a rule that names itself"):
         plain.constraint(ASSISTANT, tools, None)
-    walk = Walk(special.constraint(ASSISTANT, tools, None), ("</parameter>",))
+    walk = walked(special.constraint(ASSISTANT, tools, None), ("</parameter>",))
     assert walk.takes(as_template(XML, '<a<"\n>>'))
     assert not walk.takes(as_template(XML, '<a<"\n>'))
 
@@ -137,7 +142,7 @@ def test_the_arguments_are_json_whatever_the_grammar_has() -> None:
     for grammar in both:
         tools = Tools([takes_text("lark", grammar)], "required", parallel=False)
         for form, special in formats(HERMES):
-            walk = Walk(form.constraint(ASSISTANT, tools, None), special)
+            walk = walked(form.constraint(ASSISTANT, tools, None), special)
             inner = json.dumps({TEXT: characters + "b"}, ensure_ascii=False)
             assert walk.takes(f'<tool_call>\n{{"name": "f", "arguments": {inner}}}\n</tool_call>')
             assert not walk.takes(f'<tool_call>\n{{"name": "f", "arguments": {inner.replace("é", "a")}}}\n</tool_call>')

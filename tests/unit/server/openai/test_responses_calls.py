@@ -43,8 +43,10 @@ def calls(*said: tuple[str, str], cut: int = 7, finish: str = "stop") -> FakeCom
 async def both(http: httpx.AsyncClient, **more: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The output, without ids of items, and the events. What the official client makes of the stream is the same as what comes whole."""
     whole = await post(http, **more)
-    client = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=http, max_retries=0)
-    async with client.responses.stream(**(HI | more)) as stream:
+    wired: Any = http
+    client = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=wired, max_retries=0)
+    asked: Any = HI | more
+    async with client.responses.stream(**asked) as stream:
         async for _ in stream:
             pass
         streamed = (await stream.get_final_response()).to_dict()
@@ -270,6 +272,7 @@ async def test_tools_wait_for_a_search_of_the_clients():
         completer.script = calls(("crm__find_customer", "{}")).script
         body = await post(http, tools=[TOOL, SEARCH, *LATE], input=asked)
         assert shown(completer) == ["weather", "tool_search", "crm__find_customer", "new"]
+        assert completer.rendered[-1][0][-1]["content"] == "These tools can be called now: crm__find_customer, new"
         assert (body["output"][0]["namespace"], body["output"][0]["name"]) == ("crm", "find_customer")
         # ... as they are in the next request, and where a choice names one
         await post(http, tools=[TOOL, SEARCH, *LATE], input="more", previous_response_id=body["id"])
