@@ -224,7 +224,9 @@ TOOLS = st.sampled_from(
 def test_nothing_that_is_sent_breaks_the_server():
     with bench() as desk:
 
-        @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+        @settings(
+            max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+        )
         @given(st.lists(ITEM, max_size=4), st.lists(TOOLS, max_size=2))
         def holds(items: list[Any], tools: list[Any]) -> None:
             body = HI | {"input": [{"role": "user", "content": "hi"}, *items], "tools": tools}
