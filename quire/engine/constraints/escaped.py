@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-MAX_BYTES = 1 << 18  # of what is written: a class of characters becomes a list of what its members are written as
+MAX_BYTES = 1 << 20  # of all that is written: a class of characters becomes a list of what its members are written as
 SPECIAL = [chr(i) for i in range(32)] + ['"', "\\"]  # what JSON escapes
 _PLAIN = "".join(
     chr(i) for i in (*range(32, 0x2100), *range(0x3000, 0x3100), 0x4E00, 0xE000, 0x1F600) if i not in (34, 92)
@@ -183,27 +183,30 @@ def _between(a: str, b: str) -> str:
 def _one_pattern(rules: _Rules, write: Callable[[str, str], str]) -> str | None:
     """All rules in one pattern; None where a rule leads back to itself."""
     done: dict[str, str] = {}
-    open_: list[str] = ["start"]
+    size = 0
+    names = {name: [part.name for part in parts if isinstance(part, _Name)] for name, parts in rules.bodies.items()}
+    open_ = {"start": iter(names["start"])}  # a path of rules, each with the names in it that are still to be written
     while open_:  # without recursion: chains of names are long
-        name = open_[-1]
-        waiting = [p.name for p in rules.bodies[name] if isinstance(p, _Name) and p.name not in done]
-        if waiting:
-            if waiting[0] in open_:
+        name = next(reversed(open_))
+        inner = next((one for one in open_[name] if one not in done), None)
+        if inner is not None:
+            if inner in open_:
                 return None
-            open_.append(waiting[0])
+            open_[inner] = iter(names[inner])
             continue
-        made = "".join(
-            done[part.name]
-            if isinstance(part, _Name)
-            else write(part.text, part.flags)
-            if isinstance(part, _Pattern)
-            else {"(": "(?:", "[": "(?:", "]": ")?"}.get(part, part)
-            for part in rules.bodies[name]
-        )
-        if len(made) > MAX_BYTES:
-            raise ValueError(f"written out, it has over {MAX_BYTES} characters")
-        done[name] = f"(?:{made})"
-        open_.pop()
+        del open_[name]
+        written = []
+        for part in rules.bodies[name]:
+            if isinstance(part, _Name):
+                written.append(done[part.name])
+            elif isinstance(part, _Pattern):
+                written.append(write(part.text, part.flags))
+            else:
+                written.append({"(": "(?:", "[": "(?:", "]": ")?"}.get(part, part))
+            size += len(written[-1])
+            if size > MAX_BYTES:
+                raise ValueError(f"written out, it has over {MAX_BYTES} characters")
+        done[name] = f"(?:{''.join(written)})"
     return done["start"]
 
 

@@ -74,7 +74,7 @@ def test_whatever_is_generated_is_a_text_of_the_grammar(
 
 TEXTS = [
     '*** Begin\n@@\n+say "hi" \\ and <b>\t…é\n-\n*** End\n',
-    "*** Begin\ndrop a\\\"b\n*** End",
+    '*** Begin\ndrop a\\"b\n*** End',
 ]
 
 
