@@ -210,19 +210,19 @@ async def test_a_summary_and_sealed_reasoning_when_asked_for():
         item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": thought["encrypted_content"]}
         back = [{"role": "user", "content": "hi"}, item, {"role": "assistant", "content": "yes"}]
         await post(http, input=back)
-        r = await http.post("/v1/responses", json=HI | {"input": [item | {"encrypted_content": "Z29v"}]})
+        alien = await post(http, input=[item | {"encrypted_content": "Z29v"}, {"role": "user", "content": "hi"}])
     assert thought["summary"] == [{"type": "summary_text", "text": "I should look."}]
     assert kinds(events)[2:13] == [
         *("output_item.added", "content_part.added", "reasoning_summary_part.added"),
         *("reasoning_text.delta", "reasoning_summary_text.delta") * 2,
         *("reasoning_text.done", "content_part.done", "reasoning_summary_text.done", "reasoning_summary_part.done"),
     ]
-    assert completer.rendered[-1][0][1] == {
+    assert completer.rendered[-2][0][1] == {
         "role": "assistant",
         "content": "yes",
         "reasoning_content": "I should look.",
     }
-    assert r.status_code == 400 and r.json()["error"]["param"] == "input[0].encrypted_content"
+    assert noted(alien) == ["input[0].encrypted_content"]  # reasoning of another server's is set aside
 
 
 async def test_log_probabilities_are_those_of_the_text():
