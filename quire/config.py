@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from quire.machine import available_cores as available_cores
 from quire.machine import available_memory as available_memory
@@ -96,6 +97,10 @@ class EngineConfig:
     max_seqs: int = 0  # sequences in a batch; 0: see resolve_step
     max_batch_tokens: int = 0  # tokens in a step; 0: see resolve_step
     max_waiting: int = 1024  # requests in the queue
+    itl_slo: int | None = (
+        None  # milliseconds between tokens that prompts may take from others; 0: no bound; None: see engine/pacing.py
+    )
+    ttft_slo: int = 0  # milliseconds to a first token: a request that cannot have it by then is refused; 0: none is
     depth: int | None = None  # steps in flight beyond the one being planned; None: 1 on a GPU, else 0
     prefix_cache: bool = True
     speculate: str = "none"  # speculative decoding: the proposer whose draft tokens a step verifies: "ngram" (what the text said before)
@@ -124,10 +129,12 @@ class ServerConfig:
     log_requests: bool = True
     allowed_hosts: tuple[str, ...] = ()  # names to answer to, besides local ones on a loopback bind
     cors_origins: tuple[str, ...] = ()  # web origins that may call; none by default
+    any_model_name: bool = False  # requests may name any model: the first answers where no model has the name
     state_dir: Path | None = None  # files, batches and stored responses; None: no files, responses in memory
     max_file: int = 512 * 1024 * 1024
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
+    fields: Literal["strict", "tell", "lenient"] = "tell"  # unknown ones in bodies: refused, or ignored and told
 
 
 def within_openmp(threads: int) -> int:

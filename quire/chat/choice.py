@@ -28,8 +28,8 @@ class Detokenizer:
 
     It works on the bytes of tokens and never decodes a window again. What it hands out is final: half a character waits for the
     rest of it, and U+FFFD appears only where no later token could have completed the bytes. The texts of all `feed` calls and
-    of `finish`, joined, are what `Tokenizer.decode` gives for all ids at once. at_start=False is for a continuation, whose
-    first space belongs to the text.
+    of `finish`, joined, are what `Tokenizer.decode` gives for all ids at once (`finish` of tokens that were cut may lack U+FFFD at
+    the end). at_start=False is for a continuation, whose first space belongs to the text.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class Detokenizer:
             data = data.removeprefix(b" ")
         return self._decoder.decode(data)
 
-    def finish(self) -> str:
-        """The text that was held back: U+FFFD for bytes that never became a character, or nothing."""
-        return self._decoder.decode(b"", final=True)
+    def finish(self, *, cut: bool = False) -> str:
+        """The text that was held back: U+FFFD for bytes that never became a character, or nothing. Nothing, too, where the tokens
+        were `cut`: the next one might have completed the character, so the text ends before it."""
+        return "" if cut else self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
@@ -179,7 +180,7 @@ class ChoiceStream:
             if self.stopped:
                 break
         if event.finish is not None and not self.stopped:
-            self._take(news, self._detokenizer.finish(), True)
+            self._take(news, self._detokenizer.finish(cut=event.finish != FINISH_STOP), True)
             if self._parser is not None and not self.stopped:
                 self._sort(news, self._parser.finish(), True)
             news.text(self._stops.finish())

@@ -28,6 +28,7 @@ from quire.engine.types import Constraint, EngineInfo, Event, Request, Vocabular
 from quire.observe.errors import BadModelFile, BadRequest
 
 if TYPE_CHECKING:
+    from quire.chat.shifting import ShiftingClient
     from quire.chat.tools.check import Score
     from quire.chat.tools.types import Format, Reading, Tools
 
@@ -106,6 +107,10 @@ class Completer:
                 param="messages",
                 cure="use completions (POST /v1/completions, LLM.generate, quire run --raw)",
             )
+        if (tools or _have_calls(messages)) and self.prompts_tools:
+            from quire.chat.tools import general
+
+            messages, tools = general.written(self.template, messages, tools), None
         conversation = self.template.conversation(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
         )
@@ -144,6 +149,21 @@ class Completer:
                     self._looked = True
         return self._answer_format
 
+    @property
+    def prompts_tools(self) -> bool:
+        """Whether tools are described to this model in words: its chat template has no place for them."""
+        if self.template is None or self.info.task != "generate":
+            return False
+        return self.answer_format is None or not self.answer_format.calls
+
+    def _format_for(self, tools: Tools) -> Format | None:
+        """The format of answers to a request with these tools."""
+        if not tools.tools or tools.choice == "none" or not self.prompts_tools:
+            return self.answer_format
+        from quire.chat.tools.general import general
+
+        return general(self.answer_format, self.tokenizer.controls)
+
     def score(self) -> Score | None:
         """The score of the format on what the template writes; takes a good part of a second, and is not needed to answer."""
         if self.answer_format is None or self.template is None:
@@ -159,13 +179,16 @@ class Completer:
 
         Raises BadRequest where the tools cannot be honoured."""
         ready = self._looked or self.template is None or not _shows_more(self.template)
-        form = self.answer_format if ready else await asyncio.to_thread(lambda: self.answer_format)
+        form = self._format_for(tools) if ready else await asyncio.to_thread(self._format_for, tools)
         if tools.choice != "none":
             _check_tools(tools, form)
         if form is None:
             return None, answer
         tail = self.tokenizer.decode(prompt[-TAIL:], at_start=False)
-        return form.reading(tail, tools), form.constraint(tail, tools, answer)
+        if form is self.answer_format:
+            return form.reading(tail, tools), form.constraint(tail, tools, answer)
+        # Every tool's schema is tried here, which takes its time.
+        return form.reading(tail, tools), await asyncio.to_thread(form.constraint, tail, tools, answer)
 
     def _kept(self) -> frozenset[int]:
         """Special tokens that a reading must see."""
@@ -190,6 +213,10 @@ class Completer:
         generation.sampling.validate(self.info.vocab_size)
         if generation.constraint is not None:
             check_constraint(generation.constraint, generation.sampling, self.tokenizer.eos_ids)
+        if generation.shift is not None:
+            generation.shift.check(len(generation.prompt))
+            if generation.constraint is not None:  # a new part would begin the grammar anew
+                raise BadRequest("an answer that is held to a grammar cannot go on past the context", param="shift")
         prompt, context = generation.prompt, self.info.context
         if not prompt:
             raise BadRequest("the prompt is empty: at least one token is needed", param="prompt")
@@ -213,15 +240,23 @@ class Completer:
         reading = generation.reading
         keep = self._kept() if reading is not None else frozenset[int]()
         choices = {r.id: ChoiceStream(r.index, self.tokenizer, generation.sampling, reading, keep) for r in requests}
-        async with aclosing(_merged(self.client, requests)) as events:
+        client = self._client_for(generation)
+        async with aclosing(_merged(client, requests)) as events:
             async for event in events:
                 choice = choices[event.id]
                 before = choice.stopped
                 chunks = choice.chunks(event)
                 if choice.stopped and not before and event.finish is None:
-                    self.client.abort(event.id)  # its last event brings the receipt
+                    client.abort(event.id)  # its last event brings the receipt
                 for chunk in chunks:
                     yield chunk
+
+    def _client_for(self, generation: Generation) -> EngineClient | ShiftingClient:
+        if generation.shift is None:
+            return self.client
+        from quire.chat.shifting import ShiftingClient
+
+        return ShiftingClient(self.client, generation.shift)
 
     async def complete(self, generation: Generation) -> list[Choice]:
         """Whole answers, in the order of their index."""
@@ -258,6 +293,7 @@ class Completer:
                 index=i,
                 priority=generation.priority,
                 deadline=generation.deadline,
+                itl=generation.itl,
                 namespace=generation.namespace,
                 follows=None if i == 0 else first,
                 constraint=generation.constraint,
@@ -275,9 +311,9 @@ def _check_tools(tools: Tools, form: Format | None) -> None:
         raise BadRequest(f"tool_choice names {tools.name!r}, which is not among the tools", param="tool_choice")
     if tools.tools and (form is None or not form.calls):
         raise BadRequest(
-            "this model's chat template writes no tool calls, so it cannot be given tools",
+            "this model has no chat template, so it cannot be given tools",
             param="tools",
-            cure="use a model with tools (quire show MODEL tells), or say in the prompt what it may ask for",
+            cure="use a model that chats (quire show MODEL tells)",
             code="unsupported_tools",
         )
 
@@ -297,6 +333,11 @@ def find_format(template: ChatTemplate | None, tokenizer: Tokenizer) -> Format |
     from quire.chat.tools.detect import detect_format
 
     return detect_format(template, tokenizer)
+
+
+def _have_calls(messages: Sequence[Any]) -> bool:
+    """Whether a conversation has calls of tools, or results."""
+    return any(isinstance(m, Mapping) and (m.get("role") == "tool" or m.get("tool_calls")) for m in messages)
 
 
 def _shows_more(template: ChatTemplate) -> bool:
@@ -342,7 +383,7 @@ def gathered_calls(chunks: Iterable[Chunk]) -> list[Call]:
     return [Call(id, name, "".join(parts)) for _, (id, name, parts) in sorted(made.items())]
 
 
-async def _merged(client: EngineClient, requests: list[Request]) -> AsyncGenerator[Event, None]:
+async def _merged(client: EngineClient | ShiftingClient, requests: list[Request]) -> AsyncGenerator[Event, None]:
     """Events of several requests as they come. The first failure ends them all, and so does leaving."""
     if len(requests) == 1:  # no task, no queue: one token costs one step of the loop
         async with aclosing(client.generate(requests[0])) as events:

@@ -109,10 +109,13 @@ class Embedder:
         *,
         prompt: str | None = None,
         truncate: bool = False,
+        most: int | None = None,
+        ends: bool = False,
         dimensions: int | None = None,
         param: str = "input",
     ) -> list[Embedded]:
-        """The embedding of each text, or list of token ids. All are checked before the first one runs.
+        """The embedding of each text, or list of token ids. All are checked before the first one runs. `most` cuts them to so many
+        tokens; `ends` keeps the end of what is cut, in place of its beginning.
 
         prompt: the name of what goes before each text, of info.prompts; dimensions: keep so many numbers, of length 1 again.
         """
@@ -122,7 +125,10 @@ class Embedder:
 
         def encode() -> list[_Ids]:
             many = len(inputs) > 1
-            return [self._ids(x, before, truncate, f"{param}[{i}]" if many else param) for i, x in enumerate(inputs)]
+            return [
+                self._ids(x, before, truncate or most is not None, f"{param}[{i}]" if many else param, most, ends)
+                for i, x in enumerate(inputs)
+            ]
 
         size = sum(len(x) for x in inputs if isinstance(x, str))
         encoded = encode() if size < THREAD_FROM else await asyncio.to_thread(encode)
@@ -173,8 +179,10 @@ class Embedder:
             )
         return prompts.get(prompt or "", "")
 
-    def _ids(self, given: Input, before: str, truncate: bool, param: str) -> _Ids:
-        context = self.info.context
+    def _ids(
+        self, given: Input, before: str, truncate: bool, param: str, most: int | None = None, ends: bool = False
+    ) -> _Ids:
+        context = self.info.context if most is None else min(most, self.info.context)
         if not isinstance(given, str):
             ids = list(given)
             bad = next((t for t in ids if not 0 <= t < self.info.vocab_size), None)
@@ -184,14 +192,19 @@ class Embedder:
                 raise BadRequest(f"{param} is empty", param=param)
             if len(ids) > context and not truncate:
                 raise too_long(len(ids), context, param)
-            return _Ids(ids[:context], max(0, len(ids) - context))
+            return _Ids(_kept(ids, context, ends), max(0, len(ids) - context))
         start, body, end = self._around(before + given)
         room = context - len(start) - len(end)
         if not start + body + end:
             raise BadRequest(f"{param} has no tokens", param=param)
         if len(body) > room and not truncate:
             raise too_long(len(start) + len(body) + len(end), context, param)
-        return _Ids(start + body[:room] + end, max(0, len(body) - room))
+        if room < 1 and body:
+            raise BadRequest(
+                f"{param}: {context} tokens leave none for the text: this model puts {len(start) + len(end)} around it",
+                param="truncate_prompt_tokens",
+            )
+        return _Ids(start + _kept(body, room, ends) + end, max(0, len(body) - room))
 
     def _pair(self, first: str, second: str, truncate: bool, param: str) -> _Ids:
         if self.info.pair:
@@ -285,6 +298,11 @@ class Embedder:
         if not 1 <= dimensions < whole or (cuts and dimensions not in cuts):
             some = ", ".join(map(str, cuts)) if cuts else f"1 to {whole}"
             raise BadRequest(f"dimensions is {dimensions}: this model takes {some}", param="dimensions")
+
+
+def _kept(ids: list[int], most: int, ends: bool) -> list[int]:
+    """At most so many of them: the first, or the last."""
+    return ids[max(0, len(ids) - most) :] if ends else ids[:most]
 
 
 def _shortened(one: Embedded, dimensions: int) -> Embedded:

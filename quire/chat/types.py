@@ -6,10 +6,14 @@ These hold text. The engine below knows tokens alone, and the dialects above hav
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quire.chat.tools.types import CallPart, Reading
 from quire.engine.types import Constraint, Receipt
 from quire.runner.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.chat.shifting import Shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +25,12 @@ class Generation:
     sampling: SamplingParams
     priority: int = 0
     deadline: float | None = None
+    itl: float = 0.0  # seconds between its tokens that it can bear; 0: what the server is set to
     namespace: str = ""
     constraint: Constraint | None = None  # what the answer must be
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
     adapter: str = ""  # the name of a loaded adapter; empty: the model as it is
+    shift: Shift | None = None  # how the answer goes on past the context; None: it ends there
 
 
 @dataclass(frozen=True, slots=True)

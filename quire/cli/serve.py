@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -42,6 +42,12 @@ def command(
     host: Annotated[str, typer.Option(help=HOST)] = DEFAULTS.host,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = DEFAULTS.port,
     name: Annotated[list[str] | None, typer.Option(help=NAMES)] = None,
+    any_model_name: Annotated[
+        bool,
+        typer.Option(
+            "--any-model-name", help="Answer requests for unknown models with the first one, which the answer names."
+        ),
+    ] = DEFAULTS.any_model_name,
     task: Annotated[
         str, typer.Option(help="auto (what the model is made for), generate, embed or score.")
     ] = ENGINE.task,
@@ -58,6 +64,12 @@ def command(
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Most requests that wait; further ones get 429.")
     ] = ENGINE.max_waiting,
+    ttft_slo: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Milliseconds to a first token: who cannot have it by then gets 429 at once; 0: nobody."
+        ),
+    ] = ENGINE.ttft_slo,
     lora: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter, NAME=PATH (PEFT folder or GGUF), or NAME@MODEL=PATH; may be repeated."),
@@ -94,6 +106,15 @@ def command(
     batch_lines: Annotated[
         int, typer.Option(min=0, help="Most lines of batches that run at once; 0: a quarter of --max-seqs.")
     ] = DEFAULTS.batch_lines,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Refuse requests with fields that are not known, instead of telling that they are ignored."
+        ),
+    ] = False,
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="Ignore and tell known fields, too, where they cannot be honoured.")
+    ] = False,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -120,12 +141,22 @@ def command(
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         runtime_lora=runtime_lora,
+        any_model_name=any_model_name,
         state_dir=_state_dir(store.home, state_dir, wanted[0].name),
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
+        fields=_fields(strict, lenient),
     )
     adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
-    engine = replace(engine, task=task, isa=env.isa, max_waiting=max_waiting, memory_share=1 / len(wanted), **adapters)
+    engine = replace(
+        engine,
+        task=task,
+        isa=env.isa,
+        max_waiting=max_waiting,
+        ttft_slo=ttft_slo,
+        memory_share=1 / len(wanted),
+        **adapters,
+    )
     loras = read_loras(lora or [], wanted)
     engines = [replace(engine, name=one.name, loras=loras.get(one.name, ())) for one in wanted]
     raise typer.Exit(_serve(store, wanted, server, engines))
@@ -136,6 +167,12 @@ def _key(given: str | None) -> str | None:
     if given is not None and not given.strip():
         raise typer.BadParameter("the key is empty: leave the option out to ask for none", param_hint="--api-key")
     return given
+
+
+def _fields(strict: bool, lenient: bool) -> Literal["strict", "tell", "lenient"]:
+    if strict and lenient:
+        raise typer.BadParameter("a server cannot be strict and lenient: send one", param_hint="--lenient")
+    return "strict" if strict else "lenient" if lenient else "tell"
 
 
 def _template(path: Path | None) -> str | None:

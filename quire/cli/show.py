@@ -64,15 +64,24 @@ def answers(checkpoint: Opened) -> dict[str, Any] | None:
     from quire.chat.loading import tokenizer_and_template
     from quire.chat.tools.check import check
     from quire.chat.tools.detect import detect_format
+    from quire.chat.tools.general import NAME
     from quire.observe.errors import QuireError
 
     try:
         tokenizer, template = tokenizer_and_template(checkpoint)
         form = None if template is None else detect_format(template, tokenizer)
-        if template is None or form is None:
+        if template is None:
             return {"format": None}
+        if form is None:
+            return {"format": None, "tool_format": NAME}
         score = check(template, tokenizer, form)
-        return {"format": form.name, "tools": score.tools, "reasoning": score.reasoning, "failed": score.failed}
+        return {
+            "format": form.name,
+            "tool_format": form.name if form.calls else NAME,
+            "tools": score.tools,
+            "reasoning": score.reasoning,
+            "failed": score.failed,
+        }
     except QuireError as error:  # a vocabulary that is not served
         return {"format": None, "failed": [error.message]}
 
@@ -84,11 +93,14 @@ def told(answers: dict[str, Any] | None) -> str | None:
     if answers["format"] is None:
         if answers.get("failed"):
             return f"not looked at: {answers['failed'][0]}"
-        return "text only: the template writes neither tool calls nor reasoning"
+        if "tool_format" not in answers:
+            return "text only: there is no chat template"
+        return f"tools by {answers['tool_format']}: the template has no place for them"
     scores = [f"{kind} {s[0]}/{s[1]}" for kind in ("tools", "reasoning") if (s := answers[kind])]
     short = any(s[0] < s[1] for kind in ("tools", "reasoning") if (s := answers[kind]))
     note = "; not everything the template writes could be read back (docs/tools.md)" if short else ""
-    return f"{answers['format']} ({', '.join(scores) or 'not checked: the template writes none'}){note}"
+    apart = "" if answers["tool_format"] == answers["format"] else f"; tools by {answers['tool_format']}"
+    return f"{answers['format']} ({', '.join(scores) or 'not checked: the template writes none'}){apart}{note}"
 
 
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from quire.engine.limits import Limit, TokenBudget
 from quire.engine.loads import Loads, Source
 from quire.engine.sequence import LOADING, RUNNING, WAITING, NoRoom, Sequence, mix_seed
 from quire.observe.steps import LOADING as PAGES_COMING
-from quire.observe.steps import PAGES, SLOTS, TOKENS
+from quire.observe.steps import PAGES, SLOTS
 from quire.runner.plan import Open
 
 SPARE = 64  # entries of sequences that wait no more, before the heap is made anew
@@ -227,7 +227,7 @@ class Admission:
             if queue.asking and not self.slots:
                 held[SLOTS] = queue.asking
             elif queue.asking and not self._budget.left:
-                held[TOKENS] = held.get(TOKENS, 0) + queue.asking
+                held[self._budget.reason] = held.get(self._budget.reason, 0) + queue.asking
             elif queue and (head := queue.first()) is not None and head.no_room is not None:
                 held[PAGES] = held.get(PAGES, 0) + queue.asking
         return waiting + loading, held

@@ -28,7 +28,7 @@ import msgspec
 from quire.engine.hooks import NoAdapters, RequestHooks
 from quire.engine.pages import Pages
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, Event, Receipt, Request, Stats, Vocabulary
-from quire.observe.errors import QuireError
+from quire.observe.errors import Busy, QuireError
 from quire.observe.steps import KEPT, StepInfo
 from quire.runner.plan import Plan, Result, Row
 from quire.runner.sampler import Masks
@@ -360,6 +360,15 @@ class Engine:
 def _refused(request: Request, error: QuireError) -> Event:
     """The only event of a request that never ran."""
     receipt = Receipt(prompt_tokens=len(request.tokens))
+    if isinstance(error, Busy):
+        return Event(
+            id=request.id,
+            finish=FINISH_ERROR,
+            error=str(error),
+            busy=error.code,
+            retry_after=error.retry_after,
+            receipt=receipt,
+        )
     return Event(id=request.id, finish=FINISH_ERROR, error=str(error), param=error.param, receipt=receipt)
 
 

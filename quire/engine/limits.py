@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from quire.engine.pacing import Pace
 from quire.engine.sequence import RUNNING, Sequence
-from quire.observe.steps import TOKENS
+from quire.observe.steps import STEP_TIME, TOKENS
 from quire.runner.plan import Plan
+
+SHORT = 64  # tokens of a prompt that is alone: so few are not timed
+EVERY, SELDOM = 64, 8  # steps of decoding that are learned from: the first of them all, later every eighth
 
 
 class Limit(Protocol):
@@ -46,6 +50,10 @@ class Limit(Protocol):
     def passed(self, count: int) -> None:
         """Count `count` sequences that were planned with a token each."""
 
+    def arrives(self, seq: Sequence) -> None:
+        """Note that a sequence is about to wait for a slot. Raises QuireError to refuse it, and then notes nothing: `ended` is not
+        called for it."""
+
     def opened(self, seq: Sequence) -> None:
         """Note that a sequence has taken a slot."""
 
@@ -59,17 +67,21 @@ class Limit(Protocol):
 class TokenBudget(Limit):
     """At most `most` tokens in a step."""
 
-    __slots__ = ("left", "most")
+    __slots__ = ("left", "most", "reason")
     admission_only = False
-    reason = TOKENS
+    bound = 0.0  # seconds that a step may take beside sequences that decode; 0: as long as it does
 
     def __init__(self, most: int) -> None:
         if most < 1:
             raise ValueError(f"a budget of {most} tokens: a step computes at least one")
         self.most = self.left = most
+        self.reason = TOKENS
 
     def begin(self, live: Mapping[str, Sequence], running: int) -> None:
         self.left = self.most
+
+    def rest(self, first: Sequence) -> None:
+        """Leave what is left of the step to prompts: all that decode are planned, and `first` is the first prompt."""
 
     def grant(self, seq: Sequence, start: int, n: int) -> int:
         return n if n < self.left else self.left
@@ -82,6 +94,85 @@ class TokenBudget(Limit):
 
     def passed(self, count: int) -> None:
         self.left -= count
+
+
+class StepTime(TokenBudget):
+    """At most `most` tokens in a step, and of prompts no more than fit into the time that it may take: how many, `Pace` says
+    (pacing.py). Sequences that decode are never held back."""
+
+    __slots__ = ("_alone", "_decoded", "_keys", "_own", "_pace", "_rows", "_timed")
+
+    def __init__(self, most: int, pace: Pace) -> None:
+        super().__init__(most)
+        self._pace = pace
+        self._keys: dict[int, Sequence] = {}  # that have had a slot
+        self._own: dict[int, Sequence] = {}  # ... and have an inter-token bound of their own
+        self._decoded = 0  # steps in which everybody decoded
+        self._rows = 0  # tokens of this step that no prompt has
+        self._alone = self._timed = False
+
+    @property
+    def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._pace.bound
+
+    def begin(self, live: Mapping[str, Sequence], running: int) -> None:
+        self.left, self.reason, self._rows = self.most, TOKENS, 0
+        self._alone, self._timed = len(live) == 1, False
+
+    def rest(self, first: Sequence) -> None:
+        if not self._rows and self._alone and first.left <= SHORT:
+            return  # it is over soon, and nobody waits for it
+        left = self._pace.begin(self._rows, self._own.values(), first, self.left)
+        self._timed = True
+        if left < self.left:
+            self.left, self.reason = left, STEP_TIME
+
+    def grant(self, seq: Sequence, start: int, n: int) -> int:
+        n = min(n, self.left)
+        if not self._timed:
+            return n
+        fits = self._pace.fit(start, n)
+        if fits < n:
+            self.reason = STEP_TIME
+        return fits
+
+    def charge(self, seq: Sequence, start: int, n: int) -> None:
+        self.left -= n
+        if self._timed:
+            self._pace.charge(start, n)
+        elif start >= len(seq.tokens) - 1:
+            self._rows += n
+
+    def passed(self, count: int) -> None:
+        self.left -= count
+        self._rows += count
+
+    def opened(self, seq: Sequence) -> None:
+        self._keys[seq.key] = seq
+        if seq.request.itl:
+            self._own[seq.key] = seq
+
+    def ended(self, seq: Sequence) -> None:
+        self._keys.pop(seq.key, None)
+        self._own.pop(seq.key, None)
+
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """Note a step for the cost model. Of steps in which everybody decodes there are many: later, each eighth is enough."""
+        work, tokens, pairs = plan.work, 0, 0.0
+        if work[-1].start < 0:
+            self._decoded += 1
+            if self._decoded > EVERY and self._decoded % SELDOM:
+                return
+        rows = context = 0
+        for w in work:
+            if w.start < 0:
+                rows += w.n
+                seq = self._keys.get(w.key)
+                context += 0 if seq is None else seq.computed
+            else:
+                tokens += w.n
+                pairs += w.n * (w.start + 0.5 * (w.n + 1))
+        self._pace.seen.append(((rows, context, tokens, pairs), seconds))
 
 
 class LogitRows(Limit):

@@ -20,10 +20,10 @@ from operator import attrgetter
 from typing import Any
 
 from quire.cache.prefix_tree import PrefixTree
-from quire.engine.admission import FULL, HELD_BACK, TAKEN, Admission, opening
+from quire.engine.admission import FEW, FULL, HELD_BACK, TAKEN, Admission, opening
 from quire.engine.limits import Limit, TokenBudget, standard
 from quire.engine.loads import Source
-from quire.engine.policy import FairShare, Policy
+from quire.engine.policy import FairShare, Policy, Share
 from quire.engine.sequence import FINISHED, RUNNING, Sequence
 from quire.engine.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, Event, Request, Stats
 from quire.observe.errors import BadRequest
@@ -36,7 +36,7 @@ _left = attrgetter("left")
 class Scheduler:
     """Decides what one engine computes in each step.
 
-    `slots`   sequences that can run at once            `budget`  tokens in a step
+    `slots`   sequences that can run at once            `budget`  tokens in a step, or what counts them
     `context` longest sequence; cut to what the pools hold, and told in `self.context`
     `draw`    gives a seed to a request without one     `drafts`  draft tokens of a sequence in a step
     `limits`  what else bounds a step                   `policy`  the order of requests, and how prompts share a step
@@ -48,7 +48,7 @@ class Scheduler:
         tree: PrefixTree,
         *,
         slots: int,
-        budget: int,
+        budget: int | TokenBudget,
         context: int,
         draw: Callable[[], int],
         limits: Iterable[Limit] | None = None,
@@ -64,13 +64,14 @@ class Scheduler:
                 f"{drafts} drafts: layers that carry a state cannot take back a draft token that was rejected"
             )
         self.tree = tree
-        self._fits = tree.longest(budget)  # alone; None: any sequence
+        self._budget = TokenBudget(budget) if isinstance(budget, int) else budget
+        self._fits = tree.longest(self._budget.most)  # alone; None: any sequence
         self.context = context if self._fits is None else min(context, self._fits)
         self.admitted: list[str] = []  # ids that took a slot for the first time in the newest plan
-        self._budget = TokenBudget(budget)
         self._limits: tuple[Limit, ...] = (self._budget, *(standard() if limits is None else limits))
         self._step_limits = tuple(limit for limit in self._limits if not limit.admission_only)
         self._learning = [limit for limit in self._limits if type(limit).learn is not Limit.learn]
+        self._arriving = [limit for limit in self._limits if type(limit).arrives is not Limit.arrives]
         self._draw = draw
         self._drafts = drafts
         self._prefix_cache = prefix_cache
@@ -121,6 +122,7 @@ class Scheduler:
             evictions=tree.evictions,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
+            step_bound=self._budget.bound,
         )
 
     def load_from(self, source: Source) -> None:
@@ -151,6 +153,8 @@ class Scheduler:
             raise BadRequest(f"max_tokens is {sampling.max_tokens}: it must be at least 1", param="max_tokens")
         seed = self._draw() if sampling.seed is None else sampling.seed
         seq = Sequence.of(request, self._arrivals, self._policy.rank(request), seed, self.context)
+        for limit in self._arriving:
+            limit.arrives(seq)
         self._arrivals += 1
         self._ids[request.id] = self._keys[seq.key] = seq
         self._queue.add(seq)
@@ -183,7 +187,9 @@ class Scheduler:
         opened: list[Open] = []
         preemptions = admission.preemptions
         chunks = self._single(work)
-        if self._budget.left and (chunks or (self._queue and self._slots)):
+        first = chunks[0] if chunks else self._queue.first() if self._queue and self._slots else None
+        if self._budget.left and first is not None:
+            self._budget.rest(first)
             # where something gave way there is no room for more
             self._prompts(chunks, work, opened, admission.preemptions == preemptions)
         if admission.preemptions != preemptions:  # planned, then preempted by a chunk of a better one
@@ -254,13 +260,11 @@ class Scheduler:
         Returns the keys of the `running` ones that are planned."""
         budget = self._budget
         left = budget.left
-        share = self._policy.share(left)
-        if self._granted(first) <= left - max(share, 1):
+        share = self._policy.share(first, left)
+        if not (share.any or share.short) or self._granted(first) <= left - max(share.any, 1):
             return set()
-        budget.left = share
-        done = self._later(first, running, work, opened, admits) if share else set[int]()
-        self._policy.shared(left, share - budget.left)
-        budget.left += left - share
+        done = self._later(first, running, work, opened, share, admits)
+        self._policy.shared(first, left, left - budget.left)
         return done
 
     def _granted(self, seq: Sequence) -> int:
@@ -272,31 +276,46 @@ class Scheduler:
         return n
 
     def _later(
-        self, first: Sequence, running: list[Sequence], work: list[Work], opened: list[Open], admits: bool
+        self,
+        first: Sequence,
+        running: list[Sequence],
+        work: list[Work],
+        opened: list[Open],
+        share: Share,
+        admits: bool,
     ) -> set[int]:
-        """Plan prompts behind `first`, the shortest first."""
-        admission, budget, rank, share = self._admission, self._budget, first.order[0], self._budget.left
+        """Plan prompts behind `first`, the shortest first, and of their share alone."""
+        admission, budget, rank, left = self._admission, self._budget, first.order[0], self._budget.left
         preemptions = admission.preemptions
         rest = sorted((seq for seq in running if seq.order[0] == rank), key=_left, reverse=True)
         done: set[int] = set()
         tried: set[int] = set()
-        while budget.left:
+        used = 0
+        while used < left:
             while rest and rest[-1].status != RUNNING:
                 rest.pop()
-            seq = None
+            seq, waits = rest[-1] if rest else None, False
             if admits and self._slots and len(tried) < PASSED and admission.preemptions == preemptions:
-                seq = admission.overtaking(first, rest[-1].left if rest else None, share, tried)
-            if seq is not None:
+                short = max(share.any, (share.short - used) // FEW)
+                other = admission.overtaking(first, None if seq is None else seq.left, short, tried)
+                seq, waits = (seq, False) if other is None else (other, True)
+            if seq is None:
+                break
+            most = max(share.any, share.most) if seq.left <= share.short - used else share.any
+            budget.left = room = min(left, most) - used
+            if room <= 0:
+                break
+            if waits:
                 tried.add(seq.key)
                 how = admission.take(seq)
                 if how == TAKEN:
                     self._start(seq, work, opened)
                 admits = how != FULL
-            elif rest:
-                done.add(rest[-1].key)
-                self._compute(rest.pop(), work)
             else:
-                break
+                done.add(seq.key)
+                self._compute(rest.pop(), work)
+            used += room - budget.left
+        budget.left = left - used
         return done
 
     def _compute(self, seq: Sequence, work: list[Work]) -> None:

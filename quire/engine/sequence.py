@@ -71,6 +71,8 @@ class Sequence:
     epoch: int = 0
     loads: int = 0  # in this epoch, loads that it waited for; loads.TRIES: it waits for no more
     loaded: int = 0  # tokens that were brought for it
+    whole: int = 0  # tokens that it had left when it first shared steps with later prompts; 0: it has not
+    lent: int = 0  # tokens of later prompts that were computed before its own since then
     prompt_rows: int = 0  # leading positions whose logits are wanted
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     admitted: bool = False  # has held a slot at least once

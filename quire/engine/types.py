@@ -86,6 +86,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int = 0  # which of n; part of the random stream
     priority: int = 0  # lower runs first
     deadline: float | None = None  # wall-clock seconds since the epoch; past it the request is aborted
+    itl: float = 0.0  # seconds between its tokens that it can bear; 0: what the server is set to
     namespace: str = ""  # tenant salt: prefixes are shared within one namespace only
     second: int = 0  # where the second of two texts begins, for a model that scores pairs; 0: there is one
     follows: str | None = None  # wait until that request's prompt is computed, so that it can be shared
@@ -109,6 +110,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # of these, the ones that are in the answer: so many steps fewer
     seed: int = 0
+    shifted_tokens: int = 0  # of prompt and answer that were left out so that the answer could go on past the context
     enforced: str = ""  # the kind of constraint that every token was held to
     adapter: str = ""  # the adapter that computed it
     queue_seconds: float = 0.0
@@ -128,6 +130,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     stop_id: int | None = None  # the token that ended it, when finish is "stop"
     error: str | None = None
     param: str | None = None  # the field of the request that the error is about, when it is about one
+    busy: str = ""  # the error's code, of a request that was refused for the work there is, and may come again
+    retry_after: float = 0.0  # ... in so many seconds
     receipt: Receipt | None = None
 
 
@@ -151,6 +155,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evictions: int = 0
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # ... and right
+    step_bound: float = 0.0  # seconds that a step with prompts may take beside sequences that decode; 0: no bound
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     max_seqs: int  # sequences in a batch
     max_batch_tokens: int  # tokens in a step
     max_waiting: int  # requests in the queue
+    itl_slo: int  # milliseconds between two tokens that prompts of others may take; 0: no bound
     depth: int  # steps in flight beyond the one being planned
     prefix_cache: bool
     speculate: str  # "none", or "ngram": speculative decoding with draft tokens from what the text said before; the answer stays the same

@@ -27,6 +27,7 @@ NUMBERS = (
     "max_seqs",
     "max_batch_tokens",
     "max_waiting",
+    "itl_slo",
     "depth",
     "draft_tokens",
     "max_lora_rank",

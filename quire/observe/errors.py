@@ -56,21 +56,25 @@ class NotFound(QuireError):
 
 
 class Busy(QuireError):
-    """The queue is full. `retry_after` is in seconds."""
+    """The server has too much work: its queue is full, or a promise could not be kept. `retry_after` is in seconds."""
 
     code = "queue_full"
     status = 429
 
-    def __init__(self, message: str, *, retry_after: float = 1.0, cure: str = ""):
-        super().__init__(message, cure=cure)
+    def __init__(self, message: str, *, retry_after: float = 1.0, cure: str = "", code: str | None = None):
+        super().__init__(message, cure=cure, code=code)
         self.retry_after = retry_after
 
 
 class Unavailable(QuireError):
-    """The server is starting, draining or restarting its engine."""
+    """The server is starting, draining or restarting its engine. `retry_after` is in seconds; None: nobody can say, or never."""
 
     code = "unavailable"
     status = 503
+
+    def __init__(self, message: str, *, retry_after: float | None = None, cure: str = ""):
+        super().__init__(message, cure=cure)
+        self.retry_after = retry_after
 
 
 class EngineDead(QuireError):

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -31,6 +38,7 @@ WHOLE_REQUEST = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 CHOICES = (1, 2, 5, 10, 20)
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")  # where prompt tokens come from, in vLLM's words
 LABELS = ("model_name", "engine")
 
 
@@ -67,6 +75,8 @@ class Snapshot(Protocol):
     def accepted_tokens(self) -> int: ...
     @property
     def steps(self) -> int: ...
+    @property
+    def step_bound(self) -> float: ...
 
 
 def one_two_five(limit: int) -> list[int]:
@@ -86,6 +96,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._models = _OfModels()
         self.registry.register(self._models)
+        ProcessCollector(registry=self.registry)  # process_*: of the HTTP process; on Linux
         self._http = Counter(
             "quire_http_requests",
             "HTTP requests by route and status.",
@@ -148,6 +159,12 @@ class ModelMetrics:
         self._inference = histogram("request_inference_time_seconds", "Scheduled to last token.", WHOLE_REQUEST)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self._output = histogram("request_generation_tokens", "Output tokens of a request.", tokens)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Output tokens of the longest answer of a request.", tokens
+        )
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache had.", tokens
+        )
         self._n = histogram("request_params_n", "The n asked for.", CHOICES)
         self._max_tokens = histogram("request_params_max_tokens", "The max_tokens asked for.", tokens)
         success = Counter(
@@ -155,6 +172,16 @@ class ModelMetrics:
         )
         # Every reason exists from the start: a rate over a series that appears late is wrong at its first sample.
         self._success = {r: success.labels(name, "0", r) for r in ("stop", "length", "abort", "error")}
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens, by where they came from.",
+            (*LABELS, "source"),
+            registry=registry,
+        )
+        self._sources = [by_source.labels(name, "0", source) for source in SOURCES]
+        self._cached = Counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens that a cache had.", LABELS, registry=registry
+        ).labels(name, "0")
         self._aborted = Counter(
             "quire_client_disconnects", "Requests whose client went away.", ["model_name"], registry=registry
         ).labels(name)
@@ -178,9 +205,24 @@ class ModelMetrics:
         self._itl.observe(seconds)
 
     def finished(
-        self, reason: str, *, prompt: int, output: int, e2e: float, queue: float, prefill: float, decode: float
+        self,
+        reason: str,
+        *,
+        prompt: int,
+        output: int,
+        e2e: float,
+        queue: float,
+        prefill: float,
+        decode: float,
+        cached: int = 0,
+        loaded: int = 0,
     ) -> None:
-        """A sequence ended and its times are known."""
+        """A sequence ended and its times are known. Of its `prompt` tokens `cached` were in a cache, `loaded` of them in a tier."""
+        loaded = min(loaded, cached)
+        for source, tokens in zip(self._sources, (prompt - cached, cached - loaded, loaded), strict=True):
+            source.inc(tokens)
+        self._cached.inc(cached)
+        self._computed.observe(prompt - cached)
         self._success[reason if reason in self._success else "error"].inc()
         self._prompt.observe(prompt)
         self._output.observe(output)
@@ -191,6 +233,10 @@ class ModelMetrics:
         self._inference.observe(prefill + decode)
         if output > 1:
             self._per_token.observe(decode / (output - 1))
+
+    def longest(self, output: int) -> None:
+        """All answers to a prompt have ended; the longest has so many tokens."""
+        self._longest.observe(output)
 
     def ended(self, reason: str) -> None:
         """A sequence ended early ("abort" or "error"): it counts, but has no times worth a histogram."""
@@ -279,6 +325,11 @@ class _EngineGauges(Collector):
             ("vllm:num_requests_running", "Sequences in the running batch.", s.running),
             ("vllm:num_requests_waiting", "Sequences waiting to be scheduled.", s.waiting),
             ("quire_num_requests_loading", "Of these, the ones whose pages are being loaded from a tier.", s.loading),
+            (
+                "quire_step_time_bound_seconds",
+                "What a step with prompts may take beside sequences that decode; 0: no bound.",
+                s.step_bound,
+            ),
             ("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.", used),
         )
         counters = (
@@ -303,6 +354,14 @@ class _EngineGauges(Collector):
             gauge = GaugeMetricFamily(name, what, labels=LABELS)
             gauge.add_metric(self.labels, value)
             yield gauge
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences waiting for room (capacity), or for pages from a tier (deferred).",
+            labels=[*LABELS, "reason"],
+        )
+        reasons.add_metric([*self.labels, "capacity"], s.waiting - s.loading)
+        reasons.add_metric([*self.labels, "deferred"], s.loading)
+        yield reasons
         for name, what, value in counters:
             counter = CounterMetricFamily(name, what, labels=LABELS)
             counter.add_metric(self.labels, value)

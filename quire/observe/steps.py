@@ -11,6 +11,7 @@ KEPT = 256  # steps that an engine keeps
 
 # Why a sequence computes less in a step than it could, or nothing. What limits add to these is theirs: see engine/limits.py.
 TOKENS = "tokens"  # the step is full
+STEP_TIME = "step_time"  # more of its prompt would take longer than those who write an answer can wait
 SLOTS = "slots"  # as many sequences run as may
 LOADING = "loading"  # cached pages of it are on their way from somewhere else
 PAGES = "pages"  # no KV pages are left for it, or it gave way to another one for that reason

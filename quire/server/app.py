@@ -9,6 +9,7 @@ Every layer is pure ASGI, so streams flow and a client's departure is seen. A di
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -121,10 +122,25 @@ def _layers(config: ServerConfig, server: Server) -> list[Middleware]:
 
 
 def _probes(app: FastAPI, server: Server) -> None:
-    async def health(request: Request) -> Response:
+    async def live(request: Request) -> Response:
         """The process answers."""
+        return reply({"status": "ok"})
+
+    async def health(request: Request) -> Response:
+        """Every model has loaded once, and not all have failed for good: scripts made for llama-server and vLLM wait for this."""
         several = {} if len(server.models) == 1 else {"models": {m.name: m.stage for m in server.models}}
-        return reply({"status": "ok", **several})
+        stage = server.health
+        if stage == "ok":
+            return reply({"status": stage, **several})
+        # llama-server's words, which some clients look for.
+        told = (
+            {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
+            if stage == "loading"
+            else {}
+        )
+        return reply(
+            {"status": stage, **told, **several}, 503, _again(server.retry_after if stage == "loading" else None)
+        )
 
     async def ready(request: Request) -> Response:
         """A request sent now would be taken: by the model that is named, or by one at least."""
@@ -137,7 +153,8 @@ def _probes(app: FastAPI, server: Server) -> None:
             body = {"status": stage, "model": server.models.first.name, "models": [_told(m) for m in server.models]}
         if stage in ("ready", "degraded"):
             return reply(body)
-        return reply(body, 503, {} if stage == "failed" else {"retry-after": "2"})  # that one does not come back
+        failed = stage == "failed"  # that one does not come back
+        return reply(body, 503, {} if failed else _again(server.retry_after or 2.0))
 
     async def version(request: Request) -> Response:
         return reply({"version": VERSION})
@@ -158,9 +175,14 @@ def _probes(app: FastAPI, server: Server) -> None:
         ]
         return reply({"model": served.model.name, "steps": body})
 
-    routes = {"/health": health, "/ready": ready, "/version": version, "/metrics": metrics, "/debug/steps": steps}
+    routes = {"/live": live, "/health": health, "/ready": ready, "/version": version, "/metrics": metrics}
+    routes["/debug/steps"] = steps
     for path, handler in routes.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
+
+
+def _again(seconds: float | None) -> dict[str, str]:
+    return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def _told(model: Model) -> dict[str, str]:

@@ -29,9 +29,11 @@ structs that read the requests (`quire/server/`, a package for each dialect); th
 - **refused unless**: would change the answer and cannot be honoured: a 400 that names it, unless its value asks for nothing.
 - **refused**: a 400 that names it, with what to do instead.
 
-A field that is in no table is unknown. OpenAI's and Anthropic's own servers refuse those, Ollama's, TGI's, Triton's and llama.cpp's drop them;
-here all of them are refused with a 400 (422 on TGI's routes) that names the field and what was probably meant, because a
-field that is dropped is an answer to another question. An object that has a key twice is refused for the same reason, in bodies of up to 1 MiB.
+A field that is in no table, or in no struct of an object in the body, is **unknown**. It is ignored and told: in the header `X-Quire-Ignored`, and in
+`quire.notes` of the answer or of a stream's first event, by its path and with what was probably meant. With `--strict`, or in a request with the header
+`X-Quire-Strict: true`, it is a 400 (422 on TGI's routes) that says the same. With `--lenient` or `X-Quire-Lenient: true` what is said below to be refused (unless
+it asks for nothing) is ignored and told, too. See [server.md](server.md#unknown-fields). An object that has a key twice is always refused, in bodies of up
+to 1 MiB: which value was meant is not ours to guess.
 """
 # The order of the page. A dialect that is not here comes after, by name.
 ORDER = ("OpenAI", "OpenAI, with vLLM's fields", "Anthropic", "Ollama", "llama.cpp", "TGI", "KServe v2")

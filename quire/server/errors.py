@@ -63,6 +63,9 @@ class Unimplemented(QuireError):
     status = 501
 
 
+RETRY = 5  # seconds, where nobody can say how long it takes
+
+
 class ClientGone(Exception):
     """The client closed its connection; nobody is left to answer."""
 
@@ -89,10 +92,10 @@ def body(error: QuireError) -> dict[str, object]:
 
 def headers(error: QuireError) -> dict[str, str]:
     """Headers a client can act on."""
-    if isinstance(error, Busy):
+    if isinstance(error, Busy | Unavailable) and error.retry_after is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
     if isinstance(error, Unavailable | EngineDead):
-        return {"retry-after": "5"}
+        return {"retry-after": str(RETRY)}
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
     return {}

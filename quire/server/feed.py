@@ -129,7 +129,7 @@ class Feed:
     async def _produce(self, prompt: int, generation: Generation) -> None:
         metrics = self.served.metrics
         last: dict[int, float] = {}  # choice -> when its newest token came
-        open_choices = generation.sampling.n
+        open_choices, longest = generation.sampling.n, 0
         try:
             async with aclosing(self._stream(generation)) as chunks:
                 async for chunk in chunks:
@@ -148,6 +148,9 @@ class Feed:
                     if chunk.finish is not None:
                         open_choices -= 1
                         self._finish(prompt, chunk, now)
+                        longest = max(longest, 0 if chunk.receipt is None else chunk.receipt.output_tokens)
+                        if metrics is not None and not open_choices:
+                            metrics.longest(longest)
                     self._items.append((prompt, chunk))
                     self._news.set()
             if open_choices > 0:
@@ -173,6 +176,8 @@ class Feed:
             queue=receipt.queue_seconds,
             prefill=receipt.prefill_seconds,
             decode=receipt.decode_seconds,
+            cached=receipt.cached_tokens,
+            loaded=receipt.loaded_tokens,
         )
 
     def _count_end(self, error: BaseException | None) -> None:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.config import VERSION, ServerConfig
 from quire.engine.transport.client import EngineClient
 from quire.observe.errors import QuireError
+from quire.server import connections
 from quire.server.app import create_app
 from quire.server.served import Model
 from quire.server.server import Server
@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire.server")
 
-MAX_HEADERS = 64 * 1024  # bytes of a request's head
 KEEP_ALIVE = 65  # seconds an idle connection stays open: longer than the clients' pools keep theirs
-HEAD_SECONDS = 20.0  # from a connection's first byte, or the first of its next request, to the end of the head
-TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 BACKLOG = 1024
 # How a model is opened: loads it and returns what serves it. Progress goes to the model's `note`.
 Opener: TypeAlias = Callable[[Server, Model], Awaitable[tuple[EngineClient, "Completer"]]]
@@ -117,41 +114,6 @@ def run_file(home: Path, sock: socket.socket, *models: str) -> Generator[Path, N
         path.unlink(missing_ok=True)
 
 
-class _Protocol(H11Protocol):
-    """uvicorn's, with a bound on how long a request's head may take: a connection that never says what it wants is closed."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()  # the head is here
-        elif self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._close)
-
-    def _forget(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _close(self) -> None:
-        self._late = None
-        if not self.transport.is_closing():
-            self.transport.write(TOO_LATE)
-            self.transport.close()
-
-
 class _Http(uvicorn.Server):
     """uvicorn without its signal handlers and without its ten wakeups a second."""
 
@@ -186,8 +148,7 @@ async def serve(
     http = _Http(
         uvicorn.Config(
             create_app(config, server),
-            http=_Protocol,  # of h11, the parser that bounds a request's head
-            h11_max_incomplete_event_size=MAX_HEADERS,
+            http=connections.protocol(),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -33,9 +33,11 @@ async def open_model(
 
     def progress(done: int, total: int) -> None:
         model.note = f"reading weights, {100 * done // max(1, total)}%"
+        model.loading.note(done, total)
 
     def restarted(reason: str) -> None:
         model.restarted += 1
+        model.loading.begin()
 
     def read_tokenizer() -> tuple[Tokenizer, ChatTemplate | None]:
         with open_checkpoint(config.path) as checkpoint:
@@ -53,6 +55,7 @@ async def open_model(
         on_restart=restarted,
     )
     model.note = "starting the engine"
+    model.loading.begin()
     reading = asyncio.create_task(asyncio.to_thread(read_tokenizer))
     try:
         info = await client.start()

@@ -24,16 +24,16 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.errors import QuireError, TooLarge, Unavailable
-from quire.server import errors
+from quire.server import errors, ignored
 from quire.server.callers import SCOPE, Caller
 from quire.server.errors import Forbidden, TooSlow, Unauthorized
 from quire.server.server import Server
 
 log = logging.getLogger("quire.access")
 
-PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})
-OPEN = frozenset({"/health", "/ready"})
-ALLOWED = b"authorization, content-type, x-request-id, x-api-key, anthropic-version, anthropic-beta"
+PROBES = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
+OPEN = frozenset({"/live", "/health", "/ready"})
+ALLOWED = b"authorization, content-type, x-request-id, x-api-key, anthropic-version, anthropic-beta, x-quire-strict, x-quire-lenient"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 BODY_SECONDS = 20.0  # a body has this long to come whole, and
 BODY_RATE = 16 << 10  # ... a second more for each so many bytes that have come
@@ -66,6 +66,8 @@ class Access:
                 status, sent = message["status"], True
                 names = (b"x-request-id", b"request-id")  # OpenAI's clients read the first, Anthropic's the second
                 message["headers"] = [*message.get("headers", []), *((name, request_id) for name in names)]
+                if ignored.KEY in scope:
+                    message["headers"].append(ignored.of(scope).header())
             await send(message)
 
         probe = scope["path"] in PROBES

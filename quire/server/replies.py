@@ -7,7 +7,7 @@ have no comments, so a long wait is silent there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.observe.errors import QuireError
-from quire.server import errors
+from quire.server import errors, ignored
 from quire.server.errors import ClientGone
 from quire.server.feed import KEEP_ALIVE_SECONDS, Feed, News
 
@@ -25,9 +25,25 @@ DONE = b"data: [DONE]\n\n"
 BREAKS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
 
 
+class Reply(Response):
+    """An object as JSON, with notes on what of its request was ignored, if anything was."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: object, status: int, headers: dict[str, str] | None):
+        super().__init__(msgspec.json.encode(value), status, headers)
+        self.value = value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if ignored.KEY in scope:
+            self.body = msgspec.json.encode(ignored.noted(self.value, scope))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def reply(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """The object as a response."""
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return Reply(body, status, headers)
 
 
 def on_one_line(value: object) -> bytes:
@@ -55,6 +71,28 @@ class Encoder(Protocol):
     def closing(self) -> Iterable[object]: ...
 
 
+class _Noting:
+    """An encoder of a stream whose first event has the notes."""
+
+    def __init__(self, encoder: Encoder, tell: Callable[[object], object]):
+        self.encoder = encoder
+        self.tell: Callable[[object], object] | None = tell
+
+    def opening(self) -> Iterable[object]:
+        return self._told(self.encoder.opening())
+
+    def news(self, items: list[News]) -> Iterable[object]:
+        return self._told(self.encoder.news(items))
+
+    def closing(self) -> Iterable[object]:
+        return self._told(self.encoder.closing())
+
+    def _told(self, values: Iterable[object]) -> Iterable[object]:
+        for value in values:
+            tell, self.tell = self.tell, None
+            yield value if tell is None else tell(value)
+
+
 def event(value: object) -> bytes:
     """One `data:` event."""
     return b"data: " + on_one_line(value) + b"\n\n"
@@ -72,33 +110,36 @@ class EventStream(Response):
     frame = staticmethod(event)
     waiting = b": waiting\n\n"  # a comment keeps proxies from closing the connection
     done = DONE
+    notes_in = ""  # the object of the first event that has notes on the request, where that is not the event itself
 
-    def __init__(self, feed: Feed, encoder: Encoder):
+    def __init__(self, feed: Feed, encoder: Encoder, headers: Mapping[str, str] | None = None):
         self.feed = feed
         self.encoder = encoder
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.init_headers(HEADERS)
+        self.init_headers({**HEADERS, **(headers or {})})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        started = False
+        started, encoder = False, self.encoder
+        if ignored.KEY in scope:
+            encoder = _Noting(encoder, lambda value: ignored.noted(value, scope, self.notes_in))
         try:
             async with self.feed as feed:
                 await feed.first(FIRST_SECONDS)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 started = True
-                await write(b"".join(map(self.frame, self.encoder.opening())))
+                await write(b"".join(map(self.frame, encoder.opening())))
                 async for items in feed.batches(KEEP_ALIVE_SECONDS):
                     # An empty batch is silence.
-                    data = b"".join(map(self.frame, self.encoder.news(items))) if items else self.silence()
+                    data = b"".join(map(self.frame, encoder.news(items))) if items else self.silence()
                     if data:
                         await write(data)
-            closing = b"".join(map(self.frame, self.encoder.closing()))
+            closing = b"".join(map(self.frame, encoder.closing()))
             await self.settle()
             await write(closing + self.done, more=False)
         except ClientGone:

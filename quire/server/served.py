@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +25,7 @@ from quire.engine.types import AdapterInfo, EngineInfo
 from quire.observe.errors import BadRequest, NotFound, QuireError, Unavailable
 from quire.observe.metrics import ModelMetrics
 from quire.server.callers import NOBODY, Caller
+from quire.server.reading import STRICT, Reading
 from quire.weights.store.catalogue import look_up
 
 if TYPE_CHECKING:
@@ -43,6 +44,38 @@ class Running(Protocol):
     def fail(self, error: BaseException) -> None: ...
 
 
+class Progress:
+    """How far a model's loading is, by a clock: what is left of it goes by the part that is done, or by how long it took before."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._began: float | None = None
+        self._took: float | None = None  # seconds of the last load that came to its end
+        self._done = 0.0  # the part of it
+
+    def begin(self) -> None:
+        """Loading starts, perhaps again."""
+        self._began, self._done = self._clock(), 0.0
+
+    def note(self, done: int, total: int) -> None:
+        """So many bytes of all are read."""
+        self._done = min(1.0, done / total) if total > 0 else 0.0
+
+    def end(self) -> None:
+        """The model is loaded."""
+        if self._began is not None:
+            self._took, self._began = self._clock() - self._began, None
+
+    def left(self) -> float | None:
+        """Seconds that are left, at least one; None: nobody can say."""
+        spent = 0.0 if self._began is None else self._clock() - self._began
+        if self._took is not None:
+            return max(1.0, self._took - spent)
+        if self._began is None:
+            return None
+        return max(1.0, spent * (1 - self._done) / self._done) if self._done else 1.0
+
+
 class Model:
     """One model of a server, from before it is loaded. Stages: loading -> ready <-> restarting -> failed, and draining at the end."""
 
@@ -55,6 +88,7 @@ class Model:
         self.metrics: ModelMetrics | None = None
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
+        self.loading = Progress()
         self.path: str | None = None  # the model's file or folder, once it is known
         self.expected = frozenset(expected)  # adapters that will be there once the model is loaded
         self.private: set[str] = set()  # adapters that requests may name only where a dialect says so
@@ -88,10 +122,16 @@ class Model:
         return str(getattr(self.client, "why", "")) if stage in ("restarting", "failed") else ""
 
     @property
+    def retry_after(self) -> float | None:
+        """Seconds until it is worth asking again; None: nobody can say."""
+        return self.loading.left() if self.stage in ("loading", "restarting") else None
+
+    @property
     def info(self) -> EngineInfo:
         """The engine's decisions; only once loaded."""
         if self.completer is None:
-            raise Unavailable(f"the model is {self.stage}", cure="wait until GET /ready answers 200")
+            wait = "wait until GET /ready answers 200"
+            raise Unavailable(f"the model is {self.stage}", retry_after=self.retry_after, cure=wait)
         return self.completer.info
 
     def attach(self, client: EngineClient, completer: Completer, metrics: ModelMetrics) -> None:
@@ -100,6 +140,7 @@ class Model:
         self.metrics = metrics
         self.client = client
         self.completer = completer
+        self.loading.end()
         self._settled.set()
 
     def drain(self) -> None:
@@ -122,7 +163,7 @@ class Model:
                 "draining": "the server is shutting down",
             }
             again = "start the server again" if stage == "failed" else "try again when GET /ready answers 200"
-            raise Unavailable(what[stage], cure=again)
+            raise Unavailable(what[stage], retry_after=self.retry_after, cure=again)
         return self.completer
 
     @property
@@ -140,20 +181,21 @@ class Model:
         """Whether requests may name that adapter; while the model loads, whether they will."""
         return name in (self.adapters if self.client is not None else self.expected)
 
-    def served(self, adapter: str = "", caller: Caller = NOBODY) -> Served:
+    def served(self, adapter: str = "", caller: Caller = NOBODY, reading: Reading = STRICT) -> Served:
         """What a request for it is answered by; 503 while it cannot be."""
-        return Served(self, self.ready(), adapter or self.name, adapter, caller)
+        return Served(self, self.ready(), adapter or self.name, adapter, caller, reading)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one request is answered by: a model, how the request called it, and who asks."""
+    """What one request is answered by: a model, how the request called it, who asks, and how its body is read."""
 
     model: Model
     completer: Completer  # the model's own, or one with the template that the request's name has
     name: str  # what the answer calls it: the model's name, or the adapter's
     adapter: str = ""  # empty: the model as it is
     caller: Caller = field(default=NOBODY)
+    reading: Reading = STRICT  # how the request's body is read
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -209,9 +251,13 @@ class Served:
 
 
 class Models:
-    """The models of one server, in the order they were named. Names are the same in every dialect."""
+    """The models of one server, in the order they were named. Names are the same in every dialect.
 
-    def __init__(self, models: Iterable[Model]):
+    With `any_name` a name that means nothing means the first model: for clients that send one name whatever they speak to.
+    """
+
+    def __init__(self, models: Iterable[Model], *, any_name: bool = False):
+        self._any_name = any_name
         self._models: list[Model] = []
         for model in models:
             self.add(model)
@@ -233,6 +279,11 @@ class Models:
     def first(self) -> Model:
         """The one that answers where a dialect has no field for a model's name."""
         return self._models[0]
+
+    @property
+    def instead(self) -> Model | None:
+        """The model that answers where a name means nothing; None: such a request is refused."""
+        return self.first if self._any_name else None
 
     @property
     def names(self) -> str:
@@ -267,6 +318,8 @@ class Models:
                 code="model_required",
             )
         found = self.find(name)
+        if found is None and self.instead is not None:
+            return self.instead, ""
         if found is None:
             raise NotFound(
                 "that model is not served here",
@@ -276,10 +329,12 @@ class Models:
             )
         return found
 
-    async def resolve(self, name: str | None, caller: Caller = NOBODY, *, first: bool = False) -> Served:
+    async def resolve(
+        self, name: str | None, caller: Caller = NOBODY, *, first: bool = False, reading: Reading = STRICT
+    ) -> Served:
         """What a request is answered by. 404 and 400 as `choose` has them, 503 while the model cannot answer."""
         model, adapter = self.choose(name, first=first)
-        return model.served(adapter, caller)
+        return model.served(adapter, caller, reading)
 
 
 def forms(name: str) -> Iterator[str]:

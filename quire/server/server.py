@@ -17,6 +17,7 @@ from quire.engine.transport.client import EngineClient
 from quire.observe.errors import Unavailable
 from quire.observe.metrics import Metrics
 from quire.server.callers import NOBODY, SCOPE
+from quire.server.reading import Reading
 from quire.server.served import Model, Models, Running, Served
 from quire.server.state import State
 
@@ -49,7 +50,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, models: Iterable[Model]):
         self.config = config
-        self.models = Models(models)
+        self.models = Models(models, any_name=config.any_model_name)
         self.metrics = Metrics()
         self.store: Store | None = None  # the models of this machine, where clients may see them
         self.state = State(config.state_dir)
@@ -75,13 +76,26 @@ class Server:
         return "restarting" if "restarting" in stages else "failed"
 
     @property
+    def health(self) -> str:
+        """loading (until every model that was named has loaded once), failed (none comes back), or ok."""
+        if any(model.completer is None for model in self.models):
+            return "ok" if self.draining else "loading"
+        return "failed" if self.stage == "failed" else "ok"
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds until a model more may answer; None: nobody can say."""
+        return min((s for model in self.models if (s := model.retry_after) is not None), default=None)
+
+    @property
     def takes_requests(self) -> bool:
         """Whether a request sent now would be taken, for one of the models at least."""
         return self.stage in ("ready", "degraded")
 
     async def resolve(self, request: Request, name: str | None, *, first: bool = False) -> Served:
         """What the request is answered by, by the name it has for a model. See `Models.resolve`."""
-        return await self.models.resolve(name, request.scope.get(SCOPE, NOBODY), first=first)
+        scope = request.scope
+        return await self.models.resolve(name, scope.get(SCOPE, NOBODY), first=first, reading=Reading(scope))
 
     def attach(self, model: Model, client: EngineClient, completer: Completer) -> None:
         """A model is loaded: from now on its requests are taken."""
@@ -136,4 +150,6 @@ class Server:
         """Let go of what is on disk."""
         for close in self.closing:
             close()
+        if all(model.completer is None for model in self.models):
+            self.state.unused()
         self.state.close()

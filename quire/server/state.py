@@ -11,7 +11,9 @@ Without a folder responses are kept in memory, and files and batches are refused
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import shutil
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -28,8 +30,10 @@ class State:
         self.folder: Path | None = None
         self.off = NOT_ASKED
         self._lock: IO[str] | None = None
+        self._made: list[Path] = []  # folders that this start made, the innermost first
         if folder is None:
             return
+        made = [one for one in (folder, *folder.parents) if not one.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (folder / "files").mkdir(exist_ok=True, mode=0o700)
@@ -43,7 +47,7 @@ class State:
             self.close()
             self.off = f"the state folder cannot be written ({error.strerror or type(error).__name__})"
             return
-        self.folder, self.off = folder, ""
+        self.folder, self.off, self._made = folder, "", made
 
     def line(self) -> str:
         """What the start tells people."""
@@ -69,6 +73,16 @@ class State:
         """Something in the folder cannot be used: go on without it, and say so."""
         self.folder, self.off = None, why
         self.close()
+
+    def unused(self) -> None:
+        """No model was ever loaded: take back the folder where this start made it, unless a file was uploaded meanwhile."""
+        if self.folder is None or self._made[:1] != [self.folder] or any((self.folder / "files").iterdir()):
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody else has something in it by now
+            for parent in self._made[1:]:
+                parent.rmdir()
+        self.folder, self.off = None, NOT_ASKED
 
     def close(self) -> None:
         """Let another server have it."""

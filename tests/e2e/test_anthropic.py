@@ -142,7 +142,11 @@ def test_errors_are_the_clients_own(claude: Any):
         (anthropic.NotFoundError, "model_not_found", {"model": "nope"}),
         (anthropic.BadRequestError, "invalid_request", {"max_tokens": 0}),
         (anthropic.BadRequestError, "unsupported_parameter", {"tools": [{"name": "f", "input_schema": {}}]}),
-        (anthropic.BadRequestError, "unknown_parameter", {"extra_body": {"seed": 7}}),
+        (
+            anthropic.BadRequestError,
+            "unknown_parameter",
+            {"extra_body": {"seed": 7}, "extra_headers": {"X-Quire-Strict": "true"}},
+        ),
         (anthropic.BadRequestError, "unsupported_parameter", {"extra_body": {"container": "x"}}),
         (
             anthropic.BadRequestError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from quire.config import DEFAULT_MODEL
 from tests.e2e.conftest import ROOT, Server
 
 
-def quire(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+def quire(*arguments: str, seconds: float = 60, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire.cli.main", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, env={**os.environ, **(env or {})}
+    )
 
 
 def test_it_says_what_it_decided(server: Server):
@@ -56,8 +59,10 @@ def test_wrong_models_and_options_are_told():
 def test_a_file_that_is_no_model(tmp_path: Path):
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + b"\xff" * 500)
-    ended = quire("serve", str(bad), "--port", "0", seconds=60)
+    home = tmp_path / "home"
+    ended = quire("serve", str(bad), "--port", "0", seconds=60, env={"QUIRE_HOME": str(home)})
     assert ended.returncode == 1
+    assert not (home / "state").exists()  # nothing was served, and nothing is left behind
     assert "Traceback" not in ended.stderr
     assert "error: " in ended.stderr
 

@@ -210,7 +210,7 @@ def test_probes_answer_while_it_loads(start: Callable[..., Server]):
 
 def _health(server: Server) -> bool:
     try:
-        return server.get("/health").status_code == 200
+        return server.get("/live").status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -34,11 +34,14 @@ TIME: Any = {
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
-@pytest.fixture(scope="module")
-def forced(model_path: Path, shared_data: Path) -> Iterator[Server]:
-    """The default model with a template that has tools: it calls where it must."""
-    template = shared_data / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
-    started = launch("--chat-template", str(template), "--context", "2048")
+@pytest.fixture(scope="module", params=["a template with tools", "the general prompt"])
+def forced(model_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The default model, with a template that has tools and with its own, which has none: it calls where it must."""
+    given: list[str] = []
+    if request.param == "a template with tools":
+        folder: Path = request.getfixturevalue("shared_data")
+        given = ["--chat-template", str(folder / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja")]
+    started = launch(*given, "--context", "2048")
     yield started
     assert started.stop() == 0, "\n".join(started.lines)
 
@@ -205,9 +208,6 @@ def test_errors_reach_the_clients(forced: Server, server: Server):
     with pytest.raises(openai.BadRequestError) as caught:
         create(forced, tools=[unenforceable], tool_choice="required")
     assert "tools" in (caught.value.param or ""), caught.value
-    with pytest.raises(openai.BadRequestError) as caught:
-        create(server)  # the default model's own template has no tools
-    assert caught.value.param == "tools"
     with pytest.raises(openai.BadRequestError) as caught:
         create(server, tools=openai.NOT_GIVEN, reasoning_effort="high")
     assert caught.value.param == "reasoning_effort"

@@ -230,6 +230,7 @@ class Order:
         """`free`: no limit but the budget holds anybody back; `fair`: prompts share steps."""
         self.scheduler, self.free, self.fair = scheduler, free, free and fair
         self.lookups: list[int] = []  # in this plan: ids of the tokens
+        self.accounts: dict[int, list[int]] = {}  # of first prompts, by key: what they had, and later ones meanwhile
         self.failed: dict[int, int] = {}  # by key: pages given back when there was no room for it
         match = scheduler.tree.match
 
@@ -248,6 +249,10 @@ class Order:
         self.settles = any(flight.load.ended or flight.load.late for flight in loads)  # which may give pages back
         self.returned = scheduler.tree.returned
         self.left = {s.key: s.left for s in scheduler._running if not s.sampling and s.left > 1}
+        running = [scheduler._keys[key] for key in self.left]
+        self.begun = {
+            s.key: (s.whole - s.left if s.whole else 0, s.lent) for s in running
+        }  # when they took their slots
         self.first = next((s for s in scheduler._running if s.key in self.left), None)
         waiting = [s for s in scheduler._keys.values() if s.status == "waiting" and s.waits_for is None]
         self.waiting = {id(s.tokens): s for s in waiting}
@@ -282,13 +287,22 @@ class Order:
         total, own = sum(given.values()), given.get(first.key, 0)
         others = [left for key, left in self.left.items() if key != first.key and keys[key].order[0] == first.order[0]]
         urgent = any(keys[key].order < first.order for key in given)
-        enough = min(self.left[first.key], total - -(-(total + 4) // 5))
-        expect(own >= enough, "the first of the prompts has less than four fifths", own, total)
+        enough = min(self.left[first.key], max(1, total // 5) if total > 4 else 0)
+        expect(own >= enough, "the first of the prompts has less than a fifth", own, total)
+        account = self.accounts.setdefault(first.key, list(self.begun[first.key]))
+        owed = account[0] / 4 > account[1] + 1  # later ones have had less than a fifth so far
+        if not urgent:
+            account[1] += total - own
+            most = account[0] / 4 + self.left[first.key] / 8 + 3
+            expect(
+                own == self.left[first.key] or account[1] <= max(most, (account[0] + own) / 4 + 3), "too much was lent"
+            )
+        account[0] += own
         left = [s for s in self.waiting.values() if s.status == "waiting" and s.waits_for is None]
         if len(self.scheduler._slots) > 1 and not any(s.no_room for s in left):
             others += [s.left for s in left if s.order[0] == first.order[0]]
         if (
-            others and not urgent and not self.scheduler._budget.left
+            others and owed and not urgent and not first.preemptions and not self.scheduler._budget.left
         ):  # with tokens left over it was room that they lacked
             expect(total - own >= min(total // 5, sum(others)), "later prompts have less than a fifth", own, total)
             report.shared += 1

@@ -497,14 +497,12 @@ FAULTS = [
     Fault(
         "a long prompt that takes all tokens",
         "scheduler",
-        "done = self._later(first, running, work, opened, admits) if share else set[int]()",
+        "done = self._later(first, running, work, opened, share, admits)",
         "done = set[int]()",
     ),
-    Fault("a long prompt that gets what is left of a share alone", "scheduler", "budget.left += left - share", "pass"),
-    Fault("a share of a half", "policy", "return (tokens + self._owed) // PARTS", "return tokens // 2"),
-    Fault(
-        "a share that is rounded to nothing", "policy", "return (tokens + self._owed) // PARTS", "return tokens // 50"
-    ),
+    Fault("a long prompt that gets what is left of a share alone", "scheduler", "budget.left = left - used", "pass"),
+    Fault("a share that is rounded to nothing", "policy", "(tokens + self._owed) // PARTS", "tokens // 50"),
+    Fault("a quarter that is lent at once", "policy", "left // AHEAD - first.lent", "left - first.lent"),
     Fault(
         "a slot that was never opened is closed",
         "scheduler",

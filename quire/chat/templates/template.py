@@ -256,6 +256,14 @@ class ChatTemplate:
         return not self._finds(_NEEDLE) and self.takes_parts
 
     @cached_property
+    def takes_system(self) -> bool:
+        """The template writes a system message that stands before the first question."""
+        system = {"role": "system", "content": _NEEDLE}
+        if self.needs_parts:
+            system["content"] = [{"type": "text", "text": _NEEDLE}]  # type: ignore[assignment]
+        return _NEEDLE in self._tried([system, {"role": "user", "content": "x"}])
+
+    @cached_property
     def needs_text_arguments(self) -> bool:
         """The template reads a call's arguments only as text, as the APIs carry them; others expect an object."""
 

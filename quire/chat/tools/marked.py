@@ -76,6 +76,7 @@ class Marked:
     header: str = ""  # what begins the answer, before any reasoning
     wrap: tuple[str, ...] = ()  # marks around the text, which are not part of it
     more: tuple[str, ...] = ()  # further special tokens that must be seen
+    always: bool = False  # calls are held to a grammar from their mark on, even where nothing demands it
 
     @property
     def reasons(self) -> bool:
@@ -97,7 +98,7 @@ class Marked:
     def constraint(self, tail: str, tools: Tools, answer: Constraint | None) -> Constraint | None:
         offered = bool(tools.tools) and tools.choice != "none"
         strict = any(tool.strict for tool in tools.tools)
-        calls = offered and (tools.forced or strict or not tools.parallel or answer is not None)
+        calls = offered and (self.always or tools.forced or strict or not tools.parallel or answer is not None)
         if not calls and (answer is None or self.think is None):
             return answer
         g = Lark(self.cut)
@@ -129,7 +130,9 @@ class Marked:
         if not chosen:
             raise BadRequest(f"tool_choice names {tools.name!r}, which is not among the tools", param="tool_choice")
         opener = section.openers[0]
-        rest = g.rule(section.write(g, chosen, tools.parallel and tools.choice != "named"))
+        # Where text may follow a call, a further call is a section of its own: a list of them would have to go on with another.
+        alone = self.always and not tools.forced and answer is None
+        rest = g.rule(section.write(g, chosen, tools.parallel and tools.choice != "named" and not alone))
         if tools.forced:
             return self._wrapped(g, f"{g.text(opener)} {rest}")
         if answer is not None:

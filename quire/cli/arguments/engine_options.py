@@ -22,6 +22,7 @@ HIDDEN = frozenset(
         "name",
         "task",
         "max_waiting",
+        "ttft_slo",
         "depth",
         "loras",
         "runtime_lora",
@@ -44,12 +45,13 @@ HELP: dict[str, str] = {
     "context": "Longest prompt plus answer, in tokens.",
     "max_seqs": "Most sequences that run at once; 0: 64, on a GPU 256.",
     "max_batch_tokens": "Most tokens in one step of the engine; 0: 512, on a GPU 8192.",
+    "itl_slo": "Milliseconds between two tokens of an answer that prompts of others may take; 0: no bound. Default: 50, or 2 steps of decoding.",
     "prefix_cache": "Keep the KV cache of prompts, for later requests that begin alike.",
     "speculate": "Speculative decoding: ngram (draft tokens copied from earlier in the text). The tokens stay the same.",
     "draft_tokens": "With --speculate: most draft tokens for a sequence in a step.",
 }
 SIZES = frozenset({"kv_memory"})  # bytes, written with a unit
-LEAST = {"threads": 1, "context": 1, "max_seqs": 0, "max_batch_tokens": 0, "draft_tokens": 1}
+LEAST = {"threads": 1, "context": 1, "max_seqs": 0, "max_batch_tokens": 0, "draft_tokens": 1, "itl_slo": 0}
 
 
 def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -44,6 +44,17 @@ MAX_STATES = 50_000  # of one sequence's lexer, which grows as it runs: one or t
 DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
 
 
+def enforceable(constraint: Constraint) -> bool:
+    """Whether a constraint can be compiled, whatever the vocabulary."""
+    from llguidance import LLMatcher
+
+    try:
+        failed, complaints = LLMatcher.validate_grammar_with_warnings(to_grammar(constraint))
+    except BadRequest:
+        return False
+    return not failed and not complaints
+
+
 class Matcher(Protocol):
     """llguidance's LLMatcher, as far as it is used here."""
 

@@ -209,6 +209,9 @@ def _check(config: EngineConfig) -> None:
         )
     if config.max_waiting < 0:
         raise BadRequest(f"max_waiting is {config.max_waiting}: it must not be negative", param="max_waiting")
+    for name in ("itl_slo", "ttft_slo"):
+        if (getattr(config, name) or 0) < 0:
+            raise BadRequest(f"{name} is {getattr(config, name)}: it must be milliseconds, or 0 for none", param=name)
     check_loras(config)
     if config.depth is not None and not 0 <= config.depth <= 8:
         raise BadRequest(f"depth is {config.depth}: it must be between 0 and 8", param="depth")

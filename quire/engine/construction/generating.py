@@ -28,13 +28,16 @@ from quire.engine.construction.sizes import Sizes, pool_of, resolve_sizes
 from quire.engine.construction.tasks import declared
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.hooks import TextsBeside
-from quire.engine.limits import standard
+from quire.engine.limits import Limit, StepTime, standard
+from quire.engine.pacing import Pace
 from quire.engine.pages import Pages
 from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence as Sequence_
 from quire.engine.spans import SpanHooks
 from quire.engine.types import EngineInfo
 from quire.models import Grouped, SeveralAxes
 from quire.models.embedding import Pooling, of_gguf
+from quire.observe.costs import Costs
 from quire.observe.errors import NotEnoughMemory, QuireError, Unsupported
 from quire.runner.choose import open_runner
 from quire.runner.pooler import Pooler
@@ -100,6 +103,7 @@ def build_writing(
     except BaseException:
         runner.close()  # its thread would hold the model for good
         raise
+    pace = Pace(Costs(), None if config.itl_slo is None else config.itl_slo / 1000)
     hooks = TextsBeside(
         spans,
         context=sizes.context,
@@ -114,6 +118,8 @@ def build_writing(
         f"a step: at most {config.max_batch_tokens} tokens of {config.max_seqs} sequences; "
         f"prefix cache {'on' if config.prefix_cache else 'off'}, depth {depth}",
         *_drafts_line(config, drafts, step_drafts),
+        pace.line,
+        *([f"first token: promised within {config.ttft_slo} ms (asked for)"] if config.ttft_slo else []),
         *pooling_lines,
     ]
     info = _info(config, parts, sizes, kv, pooling, lines)
@@ -121,7 +127,7 @@ def build_writing(
         info = msgspec.structs.replace(info, adapters=hooks.listed(), max_adapters=config.max_loras)
     idle = program.idle if isinstance(program, Idles) else None
     loader = Loader(tree, runner, time.monotonic)
-    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, masks, pooler is not None)
+    scheduler = _scheduler(config, tree, sizes.context, max_rows, drafts, step_drafts, masks, pooler is not None, pace)
     pages = Pages(tree, naming(config, env.home, parts, program, len(kv.groups), secret), loader, scheduler.load_from)
     return Engine(scheduler, runner, depth, masks=masks, hooks=hooks, idle=idle, pages=pages), info
 
@@ -211,19 +217,36 @@ def _scheduler(
     step_drafts: int,
     masks: ConstraintMasks,
     vectors: bool,
+    pace: Pace,
 ) -> Scheduler:
     ahead = (step_drafts, config.max_batch_tokens) if drafts else None
+    promised = [] if not config.ttft_slo else [_promise(config, tree, pace)]
     return Scheduler(
         tree,
         slots=config.max_seqs,
-        budget=config.max_batch_tokens,
+        budget=StepTime(config.max_batch_tokens, pace),
         context=context,
         draw=lambda: int.from_bytes(os.urandom(8), "little") >> 1,
-        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks.limit),
+        limits=(*standard(max_rows, PAGE_SIZE if config.prefix_cache else None, ahead), masks.limit, *promised),
         drafts=drafts,
         prefix_cache=config.prefix_cache,
         vectors=vectors,
     )
+
+
+def _promise(config: EngineConfig, tree: PrefixTree, pace: Pace) -> Limit:
+    """What refuses requests whose first token would come too late."""
+    from quire.engine.first_token import FirstToken
+
+    def cached(seq: Sequence_) -> int:
+        if not config.prefix_cache:
+            return 0
+        lease = tree.match(seq.request.namespace, seq.tokens, seq.reusable)
+        pages = lease.shared
+        tree.release(lease)
+        return pages * tree.page_size
+
+    return FirstToken(config.ttft_slo / 1000, pace, config.max_seqs, config.max_batch_tokens, cached)
 
 
 def _kv_line(config: EngineConfig, kv: KV, backend: Backend) -> list[str]:

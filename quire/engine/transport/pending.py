@@ -81,6 +81,8 @@ class Pending:
             submit(request)
             while True:
                 event = await box.take()
+                if event.busy:
+                    raise Busy(event.error or "there is too much work", retry_after=event.retry_after, code=event.busy)
                 yield event
                 if event.finish is not None:
                     return

@@ -16,7 +16,7 @@ from quire.observe import errors
 from quire.observe.errors import BadRequest, QuireError, TooLarge
 from quire.observe.steps import StepInfo
 
-VERSION = 5
+VERSION = 6
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens is about five million
 BUILDER = "quire.engine.construction.build:build_engine"
 

@@ -17,13 +17,20 @@ from quire.server.feed import News
 from quire.server.shared.answers import Partial, arguments_of
 
 PING = {"type": "ping"}
+# Of each kind of block: the delta that adds to it, and the field that has what is added.
+_EMPTY = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
 class Blocks:
     """Content blocks of one answer, in the order in which they were made."""
 
-    def __init__(self, omits: bool = False) -> None:
+    def __init__(self, omits: bool = False, thinks: bool = False) -> None:
         self.omits = omits  # thinking is a block without its text
+        self.thinks = thinks  # the answer is expected to begin with thinking
         self.content: list[dict[str, Any]] = []  # whole blocks, as a body has them
         self._kind = ""  # of the block that is open, if one is
         self._parts: list[str] = []  # of it
@@ -44,6 +51,16 @@ class Blocks:
                 yield from self._start({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
             if part.arguments:
                 yield self._more({"type": "input_json_delta", "partial_json": part.arguments}, part.arguments)
+
+    def alive(self) -> Iterator[dict[str, Any]]:
+        """Events that add nothing to the open block, or open one, for clients that wait for more than pings. The answer most likely goes on in it."""
+        if not self._kind:
+            thinks = self.thinks and not self.content
+            yield from self._start(
+                {"type": "thinking", "thinking": "", "signature": ""} if thinks else {"type": "text", "text": ""}
+            )
+        name, field = _EMPTY[self._kind]
+        yield self._more({"type": name, field: ""}, "")
 
     def end(self) -> Iterator[dict[str, Any]]:
         """Events of the end. An answer that said nothing has a block that says so: clients look at the first."""
@@ -140,10 +157,10 @@ class Answer:
 class Stream:
     """Events of an answer: its start, blocks in pieces, why it stopped and what it cost."""
 
-    def __init__(self, answer: Answer, omits: bool = False):
+    def __init__(self, answer: Answer, omits: bool = False, thinks: bool = False):
         self.answer = answer
         self.said = Partial()
-        self.blocks = Blocks(omits)
+        self.blocks = Blocks(omits, thinks)
 
     def opening(self) -> Iterable[object]:
         yield {"type": "message_start", "message": self.answer.opening()}

@@ -14,6 +14,7 @@ import msgspec
 
 from quire.observe.errors import BadRequest
 from quire.server.anthropic.turns import dotted
+from quire.server.reading import Reading
 from quire.server.shared.tools import Kind, at
 
 CLEARED = "[This tool result was cleared to make room.]"
@@ -101,22 +102,24 @@ class Edit:
         return None
 
 
-def edits(asked: ContextManagement | None) -> list[Edit]:
+def edits(asked: ContextManagement | None, reading: Reading) -> list[Edit]:
     """The edits of a request, each type at most once."""
     made: list[Edit] = []
     for i, raw in enumerate((asked and asked.edits) or ()):
         where = f"context_management.edits[{i}]"
         kind = at(where, raw, Kind).type
         if kind is None or kind not in _KINDS:
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{where}.type: must be one of {', '.join(_KINDS)}",
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
+            reading.excuse(refusal)
+            continue
         if any(kind == one.asked.type for one in made):
             raise BadRequest(f"{where}.type: there is an edit of the type {kind} already", param=f"{where}.type")
         shape, check = _KINDS[kind]
-        one = at(where, raw, shape)
+        one = at(where, raw, shape, reading)
         check(where, one)
         made.append(Edit(where, one))
     return made

@@ -137,10 +137,10 @@ def parse(body: bytes, shape: type[T]) -> T:
         raise reworded(error) from None
 
 
-def edits_of(asked: Prompt) -> list[Edit]:
+def edits_of(served: Served, asked: Prompt) -> list[Edit]:
     """The edits that a request asks for."""
     try:
-        return edits(asked.context_management)
+        return edits(asked.context_management, served.reading)
     except BadRequest as error:
         raise reworded(error) from None
 
@@ -148,8 +148,8 @@ def edits_of(asked: Prompt) -> list[Edit]:
 def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
     """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
     try:
-        said, references = turns(asked.messages, asked.system)
-        tools = chosen(asked.tools, asked.tool_choice, references, notes)
+        said, references = turns(asked.messages, asked.system, served.reading)
+        tools = chosen(asked.tools, asked.tool_choice, references, notes, served.reading)
     except BadRequest as error:
         raise reworded(error) from None
     if not said:
@@ -165,7 +165,8 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
     if continues and asked.thinking is not None and asked.thinking.type == "enabled":
         raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
     effort = None if asked.output_config is None else asked.output_config.effort
-    return Conversation(said, tools, keywords(served, asked.thinking, effort, notes), continues=continues)
+    kwargs = keywords(served, asked.thinking, effort, notes)
+    return Conversation(said, tools, kwargs, continues=continues, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import Endpoint, Fields
 
 PATH = "/v1/messages"
+ALIVE = 4  # silences, each of KEEP_ALIVE_SECONDS, between two events that are no pings
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -63,7 +64,7 @@ def register(app: FastAPI, server: Server) -> None:
         notes = asked.hints()
         said = conversation_of(served, asked, notes)
         wanted = asked.constraint()
-        encoded = await encode(served, said, edits_of(asked))
+        encoded = await encode(served, said, edits_of(served, asked))
         prompt = encoded.tokens
         left = room(served, prompt)
         # max_tokens must be sent here, and clients send large ones: the context may end the answer first, and says so.
@@ -73,7 +74,9 @@ def register(app: FastAPI, server: Server) -> None:
         feed = Feed(served, [made], request.receive, arrived)
         applied = None if asked.context_management is None else encoded.applied
         answer = Answer(served.name, len(prompt), asked.max_tokens > left, notes, applied)
-        stream = Stream(answer, asked.thinking is not None and asked.thinking.omits)
+        thinking = asked.thinking
+        thinks = thinking is not None and thinking.type != "disabled" and conversation.reasons_apart(served)
+        stream = Stream(answer, thinking is not None and thinking.omits, thinks)
         if asked.stream:
             return _NamedEvents(feed, stream)
         async with feed:
@@ -87,7 +90,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         notes = asked.hints()
-        encoded = await encode(served, conversation_of(served, asked, notes), edits_of(asked))
+        encoded = await encode(served, conversation_of(served, asked, notes), edits_of(served, asked))
         more: dict[str, Any] = {}
         if asked.context_management is not None:
             more["context_management"] = {"original_input_tokens": encoded.before}
@@ -109,11 +112,25 @@ def shape(error: QuireError) -> tuple[int, object]:
 
 
 class _NamedEvents(EventStream):
-    """Anthropic's framing: every event has a name, and the last one has said that it is the last."""
+    """Anthropic's framing: every event has a name, and the last one has said that it is the last.
+
+    A long prompt is silent for minutes. Claude Code drops a stream that had nothing but pings for five of them, so every fourth silence is
+    told by a delta that adds nothing.
+    """
 
     frame = staticmethod(named_event)
     waiting = named_event(PING)
     done = b""
+    notes_in = "message"
+
+    def __init__(self, feed: Feed, encoder: Stream):
+        super().__init__(feed, encoder)
+        self.blocks = encoder.blocks
+        self.silences = 0
+
+    def silence(self) -> bytes:
+        self.silences += 1
+        return b"".join(map(named_event, self.blocks.alive())) if self.silences % ALIVE == 0 else self.waiting
 
 
 _HINTS = dict.fromkeys(HINTS, "a hint; no effect, told in `quire.notes`") | {
@@ -139,7 +156,7 @@ COMPAT = (
                     "metadata": "`user_id`; without effect",
                     "system": "text or text blocks",
                     "messages": "text, tool_use, tool_result and thinking blocks; an assistant's last message is continued",
-                    "tools": "the client's own; of a model whose template has tools. Those that Anthropic runs are left out, told in `quire.notes`",
+                    "tools": "the client's own; described in the prompt where the template has no place for them, told in `quire.notes`. Those that Anthropic runs are left out, told in `quire.notes`",
                     "tool_choice": "`any` and `tool` are enforced",
                     "thinking": "of a model that reasons, else no effect, told in `quire.notes`; the budget is a target",
                     "output_config": "`format` is enforced; `effort` as the template can be told it, else no effect, told in `quire.notes`",

@@ -15,6 +15,7 @@ import msgspec
 from quire.chat.tools.types import Tool, Tools
 from quire.observe.errors import BadRequest
 from quire.server.anthropic.turns import dotted
+from quire.server.reading import Reading
 from quire.server.shared import tools as request_tools
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
@@ -55,7 +56,11 @@ class ServerTool(msgspec.Struct):
 
 
 def chosen(
-    items: list[msgspec.Raw] | None, choice: ToolChoice | None, references: Mapping[str, str], notes: list[str]
+    items: list[msgspec.Raw] | None,
+    choice: ToolChoice | None,
+    references: Mapping[str, str],
+    notes: list[str],
+    reading: Reading,
 ) -> Tools:
     """The tools that the model is shown, and the choice among them. `references` are names that results refer to, and where."""
     items = items or []
@@ -69,11 +74,12 @@ def chosen(
         where = f"tools[{i}]"
         kind = request_tools.at(where, raw, request_tools.Kind).type
         if kind not in (None, "custom"):
-            absent[where] = _absent(where, kind, raw)
-            named.append(Tool(absent[where].name))
+            if (found := _absent(where, kind, raw, reading)) is not None:
+                absent[where] = found
+                named.append(Tool(found.name))
             continue
-        given: CustomTool = request_tools.at(where, raw, CustomTool)
-        made.append(_tool(where, given))
+        given: CustomTool = request_tools.at(where, raw, CustomTool, reading)
+        made.append(_tool(where, given, reading))
         named.append(made[-1])
         if given.defer_loading:
             deferred.add(given.name)
@@ -89,9 +95,9 @@ def chosen(
             notes.append(
                 f"{dotted(where)}: {one.type[:64]} is a tool that a server runs, and there are none here; left out"
             )
-    for found, place in references.items():
-        if found not in {one.name for one in made}:
-            raise BadRequest(f"{place}: there is no tool {found[:128]!r} in the request", param=place)
+    for referred, place in references.items():
+        if referred not in {one.name for one in made}:
+            raise BadRequest(f"{place}: there is no tool {referred[:128]!r} in the request", param=place)
     hidden = deferred - references.keys() - {name}
     if hidden and any(one.type.startswith(_SEARCH) for one in absent.values()):
         notes.append("tools: nothing can search for them here, so those with defer_loading are shown from the start")
@@ -109,24 +115,27 @@ def _choice(choice: ToolChoice | None) -> tuple[str | None, str | None, bool | N
     return _CHOICES[choice.type], choice.name, not choice.disable_parallel_tool_use
 
 
-def _tool(where: str, given: CustomTool) -> Tool:
+def _tool(where: str, given: CustomTool, reading: Reading) -> Tool:
     for name, value in (
         ("input_examples", given.input_examples),
         ("allowed_callers", given.allowed_callers not in (None, [], ["direct"])),
     ):
         if value:
             place = f"{where}.{name}"
-            raise BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter")
+            reading.excuse(BadRequest(f"{place}: not supported yet", param=place, code="unsupported_parameter"))
     return request_tools.tool(where, given.name, given.description, given.input_schema, given.strict, "input_schema")
 
 
-def _absent(where: str, kind: str, raw: msgspec.Raw) -> ServerTool:
+def _absent(where: str, kind: str, raw: msgspec.Raw, reading: Reading) -> ServerTool | None:
+    """A tool that a server runs; none, where what is neither that nor the client's own is excused."""
     if _CLIENTS.fullmatch(kind):
         why, cure = "its schema is not here", "send it as a tool of your own, with an input_schema"
     elif _DATED.fullmatch(kind):
         return request_tools.at(where, raw, ServerTool)
     else:
         why, cure = "there are no such tools here", ""
-    raise BadRequest(
+    refusal = BadRequest(
         f"{where}.type: {kind[:64]}: {why}", cure=cure, param=f"{where}.type", code="unsupported_parameter"
     )
+    reading.excuse(refusal)
+    return None

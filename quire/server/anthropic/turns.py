@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest
+from quire.server.reading import Reading
 from quire.server.shared import bodies
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
 
@@ -104,27 +105,29 @@ class ToolReference(msgspec.Struct, forbid_unknown_fields=True):
     cache_control: msgspec.Raw = _NULL
 
 
-def turns(messages: list[Turn], system: str | list[msgspec.Raw] | None) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def turns(
+    messages: list[Turn], system: str | list[msgspec.Raw] | None, reading: Reading
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The conversation for the template, which is empty where there are no messages; and the tools that results refer to, and where."""
     check_count(messages)
     made: list[dict[str, Any]] = []
     history = History()
     references: dict[str, str] = {}
     if system is not None and messages:
-        _add(made, {"role": "system", "content": _plain("system", system)})
+        _add(made, {"role": "system", "content": _plain("system", system, reading)})
     for i, turn in enumerate(messages):
         if turn.role not in ROLES:
             where = f"messages.{i}.role"
             raise BadRequest(f"{where}: must be one of {', '.join(sorted(ROLES))}", param=where)
         where = f"messages.{i}.content"
         if turn.role == "system":
-            _add(made, {"role": "system", "content": _plain(where, turn.content)})
+            _add(made, {"role": "system", "content": _plain(where, turn.content, reading)})
         elif isinstance(turn.content, str):
             _add(made, {"role": turn.role, "content": turn.content})
         elif turn.role == "user":
-            _add_user(made, where, turn.content, history, references)
+            _add_user(made, where, turn.content, history, references, reading)
         else:
-            _add(made, _assistant(where, turn.content, history))
+            _add(made, _assistant(where, turn.content, history, reading))
     return made, references
 
 
@@ -147,53 +150,58 @@ def _add(made: list[dict[str, Any]], turn: dict[str, Any]) -> None:
 
 
 def _add_user(
-    made: list[dict[str, Any]], where: str, blocks: list[msgspec.Raw], history: History, references: dict[str, str]
+    made: list[dict[str, Any]],
+    where: str,
+    blocks: list[msgspec.Raw],
+    history: History,
+    references: dict[str, str],
+    reading: Reading,
 ) -> None:
     """Results of tools and texts in their order; texts that follow each other are one turn."""
     if not blocks:
         _add(made, {"role": "user", "content": ""})
     for j, raw in enumerate(blocks):
         place = f"{where}.{j}"
-        block = _block(place, raw, "user")
+        block = _block(place, raw, "user", reading)
         if isinstance(block, ToolResultBlock):
-            text = _result(f"{place}.content", block, references)
+            text = _result(f"{place}.content", block, references, reading)
             _add(made, history.answered(f"{place}.tool_use_id", block.tool_use_id, text))
         elif isinstance(block, TextBlock):
             _add(made, {"role": "user", "content": block.text})
 
 
-def _result(where: str, block: ToolResultBlock, references: dict[str, str]) -> str:
+def _result(where: str, block: ToolResultBlock, references: dict[str, str], reading: Reading) -> str:
     """What a tool said; a tool that it found is its name. No template knows of errors, so a failure says so itself."""
     content = block.content or ""
     if isinstance(content, str):
         text = content
     else:
-        text = "\n".join(_said(f"{where}.{k}", raw, references) for k, raw in enumerate(content))
+        text = "\n".join(_said(f"{where}.{k}", raw, references, reading) for k, raw in enumerate(content))
     if block.is_error and not text.lower().startswith("error"):
         return f"Error: {text}" if text else "Error"
     return text
 
 
-def _said(where: str, raw: msgspec.Raw, references: dict[str, str]) -> str:
+def _said(where: str, raw: msgspec.Raw, references: dict[str, str], reading: Reading) -> str:
     """The text of a block in a result."""
     try:
         kind = bodies.decode(raw, Block).type
-        found = bodies.decode(raw, ToolReference) if kind == "tool_reference" else None
+        found = bodies.decode(raw, ToolReference, where, reading) if kind == "tool_reference" else None
     except BadRequest as error:
         raise reworded(error, where) from None
     if found is None:
-        return _text(where, raw)
+        return _text(where, raw, reading)
     references.setdefault(found.tool_name, f"{where}.tool_name")
     return found.tool_name
 
 
-def _assistant(where: str, blocks: list[msgspec.Raw], history: History) -> dict[str, Any]:
+def _assistant(where: str, blocks: list[msgspec.Raw], history: History, reading: Reading) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for j, raw in enumerate(blocks):
         place = f"{where}.{j}"
-        block = _block(place, raw, "assistant")
+        block = _block(place, raw, "assistant", reading)
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
@@ -209,32 +217,36 @@ def _assistant(where: str, blocks: list[msgspec.Raw], history: History) -> dict[
     return made | {"tool_calls": calls} if calls else made
 
 
-def _plain(where: str, content: str | list[msgspec.Raw]) -> str:
+def _plain(where: str, content: str | list[msgspec.Raw], reading: Reading) -> str:
     """The text of a system prompt, without Claude Code's own line."""
-    texts = [content] if isinstance(content, str) else [_text(f"{where}.{j}", raw) for j, raw in enumerate(content)]
+    texts = (
+        [content]
+        if isinstance(content, str)
+        else [_text(f"{where}.{j}", raw, reading) for j, raw in enumerate(content)]
+    )
     stripped = [_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts]
     return "\n".join(text for text in stripped if text)
 
 
-def _text(where: str, raw: msgspec.Raw) -> str:
-    block = _block(where, raw, None)
+def _text(where: str, raw: msgspec.Raw, reading: Reading) -> str:
+    block = _block(where, raw, None, reading)
     return block.text if isinstance(block, TextBlock) else ""
 
 
 def _block(
-    where: str, raw: msgspec.Raw, role: str | None
+    where: str, raw: msgspec.Raw, role: str | None, reading: Reading
 ) -> TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock:
     """A block, or a refusal that names it. `role` is whose message it is in; none: only text may be here."""
     shapes: dict[str, Any] = {"tool_use": ToolUseBlock, "tool_result": ToolResultBlock, "thinking": ThinkingBlock}
     try:
         kind = bodies.decode(raw, Block).type
         if kind == "text":
-            block = bodies.decode(raw, TextBlock)
+            block = bodies.decode(raw, TextBlock, where, reading)
             if not block.citations:
                 return block
             raise BadRequest("citations: not supported yet", param="citations")
         if kind in shapes and role is not None and OWNERS[kind] == role:
-            return bodies.decode(raw, shapes[kind])
+            return bodies.decode(raw, shapes[kind], where, reading)
     except BadRequest as error:
         raise reworded(error, where) from None
     if kind in LATER:

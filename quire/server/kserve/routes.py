@@ -8,7 +8,7 @@ alone unless `exclude_input_in_output` is false.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -19,11 +19,12 @@ from starlette.responses import Response
 from quire.chat.types import Generation
 from quire.config import VERSION
 from quire.observe.errors import BadRequest, NotFound, QuireError
-from quire.server import errors
+from quire.server import errors, ignored
 from quire.server.errors import UnsupportedMedia
 from quire.server.feed import Feed, News
 from quire.server.kserve import tensors
 from quire.server.kserve.tensors import InferRequest, Value
+from quire.server.reading import Reading
 from quire.server.replies import EventStream, reply
 from quire.server.served import Model, Served
 from quire.server.server import Server
@@ -170,7 +171,7 @@ async def _infer(server: Server, served: Served, request: Request, arrived: floa
     head, tail = tensors.split(body, header)
     if header is not None:
         await checked_keys(head)
-    asked = bodies.parse(head, InferRequest, (), {})
+    asked = bodies.parse(head, InferRequest, (), {}, reading=served.reading)
     given = tensors.read(asked.inputs, tail)
     if "text_input" not in given or not all(isinstance(text, str) for text in given["text_input"]):
         raise BadRequest("the input text_input is missing, or is not BYTES", param="inputs")
@@ -179,15 +180,17 @@ async def _infer(server: Server, served: Served, request: Request, arrived: floa
         raise BadRequest(
             f"text_input has {len(texts)} texts: 1 to {server.config.max_prompts} are taken", param="text_input"
         )
-    wants, packed = _outputs(asked)
-    fields = _sampling(dict(asked.parameters or {}), given)
+    wants, packed = _outputs(asked, served.reading)
+    fields = _sampling(dict(asked.parameters or {}), given, served.reading)
     made = [await _generation(served, fields, t, f"text_input[{i}]") for i, t in enumerate(texts)]
     choices, _ = await collect(Feed(served, made, request.receive, arrived))
     answers = ["".join(choices[i, 0].text) for i in range(len(texts))]
     if fields.exclude_input_in_output is False:
         answers = [before + after for before, after in zip(texts, answers, strict=True)]
     output: dict[str, Any] = {"name": "text_output", "datatype": "BYTES", "shape": [len(answers)]}
-    told = _head(served, asked.id) | {"outputs": [output] if wants else []}
+    told: dict[str, Any] = _head(served, asked.id) | {"outputs": [output] if wants else []}
+    if notes := ignored.take(request.scope):
+        told["quire"] = {"notes": notes}
     if not packed:
         output["data"] = answers
         return reply(told)
@@ -197,7 +200,7 @@ async def _infer(server: Server, served: Served, request: Request, arrived: floa
     return Response(first + data, 200, {JSON_PART: str(len(first))}, "application/octet-stream")
 
 
-def _outputs(asked: InferRequest) -> tuple[bool, bool]:
+def _outputs(asked: InferRequest, reading: Reading) -> tuple[bool, bool]:
     """Whether text_output is wanted, and as bytes."""
     packed = (asked.parameters or {}).pop("binary_data_output", False)
     wanted = False
@@ -208,15 +211,22 @@ def _outputs(asked: InferRequest) -> tuple[bool, bool]:
             )
         more = dict(output.parameters or {})
         packed, wanted = more.pop("binary_data", packed), True
-        if more:
-            name = next(iter(more))[:64]
-            raise BadRequest(f"outputs[{i}].parameters.{name} is not supported", param=f"outputs[{i}].parameters")
+        for name in more:
+            _unknown(f"outputs[{i}].parameters", name, ("binary_data",), reading)
     if not isinstance(packed, bool):
         raise BadRequest("binary_data must be true or false", param="parameters")
     return wanted or not asked.outputs, packed
 
 
-def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]]) -> Fields:
+def _unknown(where: str, name: str, known: Collection[str], reading: Reading) -> None:
+    """A parameter that is not known: refused by its place, or ignored and told."""
+    try:
+        reading.unknown(name, known, where)
+    except BadRequest as error:
+        raise BadRequest(f"{where}.{name[:64]} is not supported", cure=error.cure, param=where) from None
+
+
+def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]], reading: Reading) -> Fields:
     """Parameters and inputs as one set of fields. One that comes twice is refused: which was meant is not ours to guess."""
     given: dict[str, Any] = {}
 
@@ -241,12 +251,15 @@ def _sampling(parameters: dict[str, Any], inputs: dict[str, list[Value]]) -> Fie
         body = msgspec.json.encode(given)
     except (UnicodeEncodeError, RecursionError):
         raise BadRequest("parameters cannot be read", param="parameters") from None
-    fields = bodies.parse(body, Fields)
+    fields = bodies.parse(body, Fields, reading=reading)
     if fields.n not in (None, 1):
-        raise BadRequest("n is not supported here: one answer for each text", param="n")
+        reading.excuse(BadRequest("n is not supported here: one answer for each text", param="n"))
+        fields.n = None
     for name in UNTOLD:
         if getattr(fields, name) not in (None, False):
-            raise BadRequest(f"{name} is not supported here: the answer has no place for it", param=name)
+            refusal = BadRequest(f"{name} is not supported here: the answer has no place for it", param=name)
+            reading.excuse(refusal)
+            setattr(fields, name, None)
     return fields
 
 
@@ -254,7 +267,7 @@ async def _generation(served: Served, fields: Fields, text: str, param: str) -> 
     served.generates()
     if fields.model not in (None, served.name, *(() if served.adapter else served.model.names)):
         raise BadRequest("model is not the one that the path names", param="model")
-    fields.check()
+    fields.check(served.reading)
     limit = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     sampling = fields.params(served.info.vocab_size, max_tokens=limit)
     prompt = await encode_text(served, text, param)
@@ -275,7 +288,7 @@ async def _text(server: Server, request: Request, streams: bool) -> tuple[Served
     twice = next((name for name in more if name in parameters), None)
     if twice is not None:
         raise BadRequest(f"{twice[:64]} comes twice", param=twice[:64])
-    fields = _sampling(parameters | more, {})
+    fields = _sampling(parameters | more, {}, served.reading)
     if fields.stream is not None and fields.stream != streams:
         other = "generate_stream" if fields.stream else "generate"
         raise BadRequest(f"stream is {fields.stream}: that is POST …/{other}", param="stream")

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat.shifting import FULL_CONTEXTS, Shift
 from quire.chat.types import Chunk, Generation, TokenLogprob
 from quire.config import VERSION
 from quire.engine.constraints.grammar import GBNF, JSON_SCHEMA
@@ -31,13 +32,14 @@ from quire.server.shared import bodies
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.bodies import read_json
 from quire.server.shared.compat import WHY, Absent, Endpoint, Fields
-from quire.server.shared.conversation import check_prompt, encode_text
+from quire.server.shared.conversation import Dropped, check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, Fit, shifted_note, without_middle
 from quire.server.shared.infill import gap
 from quire.server.shared.sampling import sampling
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 IGNORED = {
-    **{name: WHY[name] for name in bodies.SLOTS},
+    **{name: WHY[name] for name in bodies.SLOTS if name not in ("n_keep", "n_discard")},
     "timings_per_token": "the last event has the times of all",
     "min_keep": "the filters always keep one token",
     "user": "who asks does not change the answer",
@@ -74,6 +76,9 @@ class Common(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_schema: msgspec.Raw = msgspec.Raw(b"null")
     return_tokens: bool | None = None
+    context_shift: bool | None = None  # an option of llama.cpp's server
+    n_keep: int | None = None
+    n_discard: int | None = None
     stream: bool | None = None
 
 
@@ -214,27 +219,62 @@ async def _answer(
     ends: tuple[int, ...] = (),
 ) -> Response:
     limit = asked.n_predict if asked.n_predict is not None else asked.max_tokens
-    check_prompt(served, ids, limit if limit is not None and limit > 0 else None, param, "n_predict")
+    shift, dropped = _shift(served, asked, ids), None
+    if shift is not None:
+        ids, dropped = without_middle(
+            ids, Fit("context_shift", _answer_room(served, limit)), served.info.context, param, shift.keep
+        )
+        limit = FULL_CONTEXTS * served.info.context if limit in (None, -1) else limit
+    bound = None if shift is not None else limit
+    check_prompt(served, ids, bound if bound is not None and bound > 0 else None, param, "n_predict")
     if limit is not None and limit < 1 and limit != -1:
         raise BadRequest(f"n_predict is {limit}: it must be at least 1, or -1 for no bound", param="n_predict")
     room = served.info.context - len(ids)
     sampling = _params(asked, served.info.vocab_size, room if limit in (None, -1) else limit or room, ends)
-    made = Generation(secrets.token_hex(12), ids, sampling, constraint=_constraint(asked))
+    made = Generation(secrets.token_hex(12), ids, sampling, constraint=_constraint(asked), shift=shift)
     feed = Feed(served, [made], request.receive, arrived)
-    told = _Told(served.name, asked, ids, prompt)
+    told = _Told(served.name, asked, ids, prompt, dropped)
+    headers = None if dropped is None else {HEADER: dropped.header}
     if asked.stream:
-        return _Events(feed, told)
+        return _Events(feed, told, headers)
     async with feed:
         async for items in feed.batches():
             for _, chunk in items:
                 told.take(chunk)
-    return reply(told.last("".join(told.texts), told.entries))
+    return reply(told.last("".join(told.texts), told.entries), headers=headers)
+
+
+def _shift(served: Served, asked: Common, ids: list[int]) -> Shift | None:
+    """How the answer goes on past the context, where that is asked: llama.cpp keeps `n_keep` tokens and the begin token."""
+    if not asked.context_shift:
+        return None
+    if asked.grammar or bytes(asked.json_schema) != b"null":
+        raise BadRequest(
+            "context_shift: an answer that is held to a grammar cannot go on past the context",
+            cure="leave one of the two out",
+            param="context_shift",
+        )
+    keep, begin = asked.n_keep or 0, served.tokenizer.bos_id
+    keep = len(ids) if keep < 0 else min(keep, len(ids))
+    if keep < len(ids) and ids[:1] == [begin] and served.tokenizer.add_bos:
+        keep += 1
+    made = Shift(served.info.context, keep, asked.n_discard or None, ("n_keep", "n_discard"))
+    made.check(0)
+    return made
+
+
+def _answer_room(served: Served, limit: int | None) -> int | None:
+    """Tokens of the answer that a prompt must leave room for from the beginning."""
+    return None if limit is None or limit < 1 else min(limit, served.info.context // 2)
 
 
 class _Told:
     """The events of one answer: an object for each piece of text, and a last one with the reason, the counts and the times."""
 
-    def __init__(self, model: str, asked: Common, ids: list[int], prompt: str | list[int]):
+    def __init__(
+        self, model: str, asked: Common, ids: list[int], prompt: str | list[int], dropped: Dropped | None = None
+    ):
+        self.dropped = dropped
         self.model = model
         self.asked = asked
         self.ids = ids
@@ -290,13 +330,22 @@ class _Told:
             "generation_settings": {"seed": receipt.seed},
             "prompt": self.prompt,
             "has_new_line": any("\n" in piece for piece in self.texts),
-            "truncated": False,
+            "truncated": self.dropped is not None or receipt.shifted_tokens > 0,
             "stop_type": kind,
             "stopping_word": word,
             "tokens_cached": receipt.cached_tokens,
             "timings": timings(receipt, len(self.ids), len(self.tokens)),
+            **self._told(receipt),
             **_probabilities(entries),
         }
+
+    def _told(self, receipt: Receipt) -> dict[str, Any]:
+        """Quire's own field: what was left out."""
+        made: dict[str, Any] = {} if self.dropped is None else {"dropped": self.dropped.body()}
+        notes = [] if self.dropped is None else [self.dropped.note]
+        if receipt.shifted_tokens:
+            notes.append(shifted_note("context_shift", receipt.shifted_tokens))
+        return {"quire": made | {"notes": notes}} if notes else {}
 
 
 def timings(receipt: Receipt, prompt: int, predicted: int) -> dict[str, Any]:
@@ -354,6 +403,9 @@ _NOTES = {
     "n_probs": "0 to 20",
     "grammar": "enforced: GBNF",
     "json_schema": "enforced",
+    "context_shift": "an option of llama.cpp's server: true cuts a prompt that is too long and lets the answer go on past the context, and tells",
+    "n_keep": "with `context_shift`: tokens of the prompt that stay; -1: all. Else nothing is cut",
+    "n_discard": "with `context_shift`: tokens after these that are left out each time; 0: half. Else nothing is cut",
 }
 _SURFACE = (
     "n_predict cache_prompt id_slot n_keep n_probs samplers grammar json_schema dry_multiplier xtc_probability mirostat typical_p "

@@ -25,6 +25,7 @@ from quire.server.middleware import UPLOADS
 from quire.server.ollama import adapters, cards, modelfile, requests
 from quire.server.ollama.names import Names
 from quire.server.ollama.store import model_name, writable
+from quire.server.reading import STRICT
 from quire.server.replies import HEADERS, LineStream, line, reply
 from quire.server.served import canonical
 from quire.server.shared.compat import Endpoint, Fields
@@ -123,7 +124,9 @@ def _create(names: Names, store: Store, name: str, asked: CreateRequest) -> str:
         raise BadRequest(f"{name[:128]} is the name of an adapter that is loaded", param="model")
     source, inherited = _source(store, asked)
     parameters = {**inherited.parameters, **(asked.parameters or {})}
-    requests.read_options(msgspec.Raw(msgspec.json.encode(parameters)))  # a bad one is told now, not with each request
+    requests.read_options(
+        msgspec.Raw(msgspec.json.encode(parameters)), STRICT
+    )  # a bad one is told now, not with each request
     messages = tuple({"role": m.role, "content": m.content} for m in asked.messages or ())
     licence = "\n".join(asked.license) if isinstance(asked.license, list) else asked.license or ""
     _check_texts(asked, messages, licence)

@@ -18,6 +18,7 @@ from quire.observe.errors import BadRequest
 from quire.server.feed import while_connected
 from quire.server.ollama import requests
 from quire.server.ollama.names import Names
+from quire.server.reading import Reading
 from quire.server.replies import reply
 from quire.server.served import Served
 from quire.server.shared.compat import Endpoint, Fields
@@ -86,18 +87,19 @@ def register(app: FastAPI, names: Names) -> None:
 async def _begin(names: Names, request: Request, asked: Common) -> tuple[Served, float]:
     """What both routes check before anything is computed; how long they waited for a model that was still loading."""
     names.choose(asked.model)
-    options = requests.read_options(asked.options)
+    options = requests.read_options(asked.options, Reading(request.scope))
     requests.seconds(asked.keep_alive)
     began = time.monotonic()
     served, _ = await names.resolve(request, asked.model)
     context = served.info.context
     if options.num_ctx is not None and options.num_ctx < context:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: num_ctx is {options.num_ctx:g}: texts are taken up to the model's own {context} tokens",
             cure="leave it out",
             param="options.num_ctx",
             code="unsupported_parameter",
         )
+        served.reading.excuse(refusal)
     served.embedder().embeds()
     return served, time.monotonic() - began
 

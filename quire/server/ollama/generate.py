@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -17,29 +17,31 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat.shifting import Shift
 from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
+from quire.server import ignored
 from quire.server.errors import Unimplemented
 from quire.server.feed import Feed, News
 from quire.server.ollama import created, requests
 from quire.server.ollama.names import Names
 from quire.server.ollama.turns import Message, turns
 from quire.server.ollama.turns import told as tell_call
+from quire.server.reading import Reading
 from quire.server.replies import LineStream, reply
 from quire.server.served import Served
-from quire.server.shared import conversation
+from quire.server.shared import conversation, fitting
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import Calls, Partial, receipt_body
 from quire.server.shared.compat import Endpoint, Fields
-from quire.server.shared.conversation import Conversation, check_prompt, encode_text
+from quire.server.shared.conversation import Conversation, Dropped, check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, Fit, shifted_note
 from quire.server.shared.infill import gap
 from quire.server.shared.tools import NO_TOOLS, choose, openai_tools
 from quire.weights.store.manifest import Defaults
 
-# What becomes of a conversation that does not fit. Nothing is cut here, and what does not fit is told.
-IGNORED = frozenset({"truncate", "shift"})
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "template": (None, ""),  # a template from a client is a program
     "images": (None, []),
@@ -61,6 +63,15 @@ class Common(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     receipts: bool | None = None  # Quire's own
+    # Ollama's own default for both is true, and silent. Here a conversation is cut, and an answer goes on past the context, where it is asked.
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    def fit(self, options: requests.Options, context: int) -> Fit | None:
+        """What is to be cut, if anything."""
+        predict = requests.whole("num_predict", options.num_predict)
+        answer = None if predict is None or predict < 1 else min(predict, context // 2)
+        return Fit("truncate", answer, context) if self.truncate else None
 
 
 class GenerateRequest(Common, kw_only=True):
@@ -93,7 +104,7 @@ def register(app: FastAPI, names: Names) -> None:
 
     async def generate(request: Request) -> Response:
         clock = Clock()
-        asked = requests.parse(await requests.read(request), GenerateRequest, IGNORED, NEUTRAL)
+        asked = requests.parse(await requests.read(request), GenerateRequest, neutral=NEUTRAL)
         served, options, made = await _begin(names, request, asked, clock)
         if not asked.prompt:
             return _only_loaded(served, asked, clock, {"response": ""})
@@ -101,23 +112,28 @@ def register(app: FastAPI, names: Names) -> None:
             prompt, ends = await _filling(served, asked)
             lines = _Lines(served, asked, prompt, clock, False, chat=False)
             return await _answer(served, request, lines, options, None, "prompt", ends)
-        prompt = await _prompt(served, asked, made)
+        prompt, dropped = await _prompt(served, asked, options, made)
         lines = _Lines(served, asked, prompt, clock, not asked.raw, chat=False)
+        if dropped is not None:
+            lines.dropped = dropped
+            lines.notes.append(dropped.note)
         reads = not asked.raw and served.template is not None  # a raw prompt's answer is told as it comes
         return await _answer(served, request, lines, options, NO_TOOLS if reads else None, "prompt")
 
     async def chat(request: Request) -> Response:
         clock = Clock()
-        asked = requests.parse(await requests.read(request), ChatRequest, IGNORED)
+        asked = requests.parse(await requests.read(request), ChatRequest)
         served, options, made = await _begin(names, request, asked, clock)
         if not asked.messages:
             return _only_loaded(served, asked, clock, {"message": {"role": "assistant", "content": ""}})
-        tools = choose(openai_tools(asked.tools), None)
+        tools = choose(openai_tools(asked.tools, served.reading), None)
         said = created.conversation(made, turns(asked.messages))
         whole = Conversation(said, tools, requests.thinking(served, asked.think))
-        prompt = await conversation.encode(served, whole)
+        prompt = await fitting.encode(served, whole, asked.fit(options, requests.context_of(served, options)))
         lines = _Lines(served, asked, prompt, clock, False, chat=True)
-        return await _answer(served, request, lines, options, tools, "messages")
+        lines.dropped = whole.dropped
+        lines.notes += whole.notes
+        return await _answer(served, request, lines, options, whole.tools, "messages")
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
@@ -132,7 +148,7 @@ async def _begin(
     if asked.model and names.get(asked.model) is None:
         await names.settled(asked.model)
     _, _, made = names.choose(asked.model)
-    options = requests.read_options(created.options(made, asked.options))
+    options = requests.read_options(created.options(made, asked.options), Reading(request.scope))
     requests.constraint(asked.format)
     requests.seconds(asked.keep_alive)
     if asked.top_logprobs and not asked.logprobs:
@@ -143,6 +159,8 @@ async def _begin(
         )
     served, _ = await names.resolve(request, asked.model)
     served.generates()
+    if made is None and not served.adapter and asked.model and names.get(asked.model) is None:
+        asked.model = served.name  # a name that means nothing (--any-model-name): the answer tells who gives it
     clock.waited = time.monotonic() - began
     return served, options, made
 
@@ -177,15 +195,29 @@ def _notes(served: Served, asked: Common) -> dict[str, Any]:
     return {"quire": {"notes": [f"keep_alive: {served.model.name} stays loaded for as long as its server runs"]}}
 
 
-async def _prompt(served: Served, asked: GenerateRequest, made: Defaults | None) -> list[int]:
-    """Tokens of /api/generate: what went before, then the new text as the model's template writes it."""
+async def _prompt(
+    served: Served, asked: GenerateRequest, options: requests.Options, made: Defaults | None
+) -> tuple[list[int], Dropped | None]:
+    """Tokens of /api/generate: what went before, then the new text as the model's template writes it; cut where the request asks for it."""
+    before, turn = await _parts(served, asked, made)
+    context = requests.context_of(served, options)
+    fit = asked.fit(options, context)
+    if fit is None:
+        return [*before, *turn], None
+    newest = len(turn) if before or not asked.raw else 1
+    keep = min(max(0, requests.whole("num_keep", options.num_keep) or 0), len(before) + len(turn) - newest)
+    return fitting.without_middle([*before, *turn], fit, context, "prompt", keep, newest)
+
+
+async def _parts(served: Served, asked: GenerateRequest, made: Defaults | None) -> tuple[list[int], list[int]]:
+    """The tokens that went before, and those of the new text."""
     text, before = asked.prompt or "", asked.context or []
     completer = served.completer
     if asked.raw:
         for name in ("system", "context", "think"):
             if getattr(asked, name):
                 raise BadRequest(f"{name} has no place in a raw prompt", cure="write it into the prompt", param=name)
-        return await encode_text(served, text, "prompt")
+        return [], await encode_text(served, text, "prompt")
     if completer.template is None:
         if asked.system or (made is not None and (made.system or made.messages)):
             raise BadRequest(
@@ -205,7 +237,7 @@ async def _prompt(served: Served, asked: GenerateRequest, made: Defaults | None)
         bos = getattr(completer.tokenizer, "bos_id", None)
         if before and turn[:1] == [bos]:
             turn = turn[1:]  # only the first text begins
-    return [*before, *turn]
+    return before, turn
 
 
 async def _filling(served: Served, asked: GenerateRequest) -> tuple[list[int], tuple[int, ...]]:
@@ -232,27 +264,31 @@ async def _answer(
     if len(prompt) >= context:
         raise BadRequest(
             f"{param} has {len(prompt)} tokens: options.num_ctx is {context}, and at least one is for the answer",
-            cure="nothing is ever cut: shorten it, or send a larger num_ctx",
+            cure="shorten it, send a larger num_ctx, or ask for it to be cut (truncate)",
             param=param,
             code="context_length_exceeded",
         )
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    sampling = requests.params(options, served.info.vocab_size, context - len(prompt), logprobs)
+    sampling = requests.params(served, options, context - len(prompt), logprobs)
     if ends:
         sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
     reading, constraint = None, requests.constraint(asked.format)
     if tools is not None:
         reading, constraint = await conversation.answering(served, prompt, tools, constraint)
     made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+    lines.notes += ignored.take(request.scope)
+    if asked.shift:
+        made = lines.shifting(made, requests.shift(options, len(prompt), context), options)
     feed = Feed(served, [made], request.receive, lines.clock.arrived)
+    headers = None if lines.dropped is None else {HEADER: lines.dropped.header}
     if asked.stream is None or asked.stream:
-        return LineStream(feed, lines)
+        return LineStream(feed, lines, headers)
     said = Partial()
     async with feed:
         async for items in feed.batches():
             for _, chunk in items:
                 said.add(lines.take(chunk))
-    return reply(lines.whole(said))
+    return reply(lines.whole(said), headers=headers)
 
 
 class _Lines:
@@ -266,11 +302,21 @@ class _Lines:
         self.clock = clock
         self.with_context = with_context
         self.chat = chat
+        self.dropped: Dropped | None = None  # of the prompt
         self.notes: list[str] = list(_notes(served, asked).get("quire", {}).get("notes", []))
         self.tokens: list[int] = []
         self.calls = Calls()
         self.told = 0  # calls
         self.end = Chunk()
+
+    def shifting(self, made: Generation, shift: Shift, options: requests.Options) -> Generation:
+        """The generation that goes on past the context; a grammar's cannot, and that is told."""
+        if made.constraint is not None:
+            self.notes.append("shift: the answer is held to a grammar, so it ends where the context does")
+            return made
+        asked = requests.whole("num_predict", options.num_predict)
+        most = asked if asked is not None and asked > 0 else None
+        return replace(made, sampling=msgspec.structs.replace(made.sampling, max_tokens=most), shift=shift)
 
     def take(self, chunk: Chunk) -> Chunk:
         """Account for a chunk."""
@@ -339,7 +385,10 @@ class _Lines:
         if (receipt := self.end.receipt) is not None:
             body["prompt_eval_duration"] = requests.nanoseconds(receipt.prefill_seconds)
             body["eval_duration"] = requests.nanoseconds(receipt.decode_seconds)
-        told: dict[str, Any] = {"notes": self.notes} if self.notes else {}
+        told: dict[str, Any] = {} if self.dropped is None else {"dropped": self.dropped.body()}
+        gone = self.end.receipt.shifted_tokens if self.end.receipt is not None else 0
+        if notes := self.notes + ([shifted_note("shift", gone)] if gone else []):
+            told["notes"] = notes
         if self.asked.receipts:
             told["receipts"] = [receipt_body(0, self.end.receipt)]
         return body | ({"quire": told} if told else {})
@@ -353,6 +402,7 @@ _OPTIONS = Fields(
     neutral=requests.NEUTRAL_OPTIONS,
     notes={
         "num_ctx": "bounds prompt and answer together; more than is served is refused",
+        "num_keep": "with `truncate` or `shift`: tokens of the prompt's beginning that stay; -1 with `shift`: all",
         "num_predict": "-1 and -2: as many as there is room for",
         "temperature": "0.8 by default",
         "top_k": "40 by default",
@@ -363,6 +413,8 @@ _OPTIONS = Fields(
     },
 )
 _NOTES = {
+    "truncate": "true leaves out what is oldest where the prompt does not fit, and tells; else it is refused",
+    "shift": "true lets the answer go on past the context, and tells; else it ends there",
     "stream": "true by default",
     "format": "enforced: `json` or a JSON schema",
     "think": "true, false, or low, medium, high, max, as the template can be told",
@@ -377,8 +429,8 @@ COMPAT = (
         fields=(
             Fields(
                 shape=ChatRequest,
-                ignored=IGNORED,
-                notes=_NOTES | {"tools": "of a model whose template has tools; the model chooses"},
+                notes=_NOTES
+                | {"tools": "the model chooses; described in the prompt where the template has no place for them"},
             ),
             _OPTIONS,
         ),
@@ -392,7 +444,6 @@ COMPAT = (
         fields=(
             Fields(
                 shape=GenerateRequest,
-                ignored=IGNORED,
                 neutral=NEUTRAL,
                 notes=_NOTES
                 | {

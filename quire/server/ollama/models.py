@@ -78,10 +78,12 @@ def register(app: FastAPI, names: Names) -> None:
 
 def _abilities(model: Model | None) -> list[str]:
     """What a served model does besides completing, as far as it is loaded."""
-    answers = None if model is None or model.completer is None else model.completer.answer_format
-    if answers is None:
+    completer = None if model is None else model.completer
+    if completer is None:
         return []
-    return ["tools"] * answers.calls + ["thinking"] * answers.reasons
+    answers = completer.answer_format
+    calls = completer.prompts_tools or (answers is not None and answers.calls)
+    return ["tools"] * calls + ["thinking"] * (answers is not None and answers.reasons)
 
 
 def _shown(card: cards.Card, able: list[str]) -> dict[str, Any]:

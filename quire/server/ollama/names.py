@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from quire.observe.errors import BadRequest, NotFound, QuireError
 from quire.server.callers import caller_of
+from quire.server.reading import Reading
 from quire.server.served import Model, Served, bare_name, canonical
 from quire.server.server import Server
 from quire.weights.store.manifest import Defaults, Manifest
@@ -78,6 +79,9 @@ class Names:
         model = self.get(name)
         if model is not None and (made is None or made[0].path == model.path or name in model.names):
             return model, "", made[1] if made is not None and made[0].path == model.path else None
+        instead = self.server.models.instead
+        if made is None and instead is not None:
+            return instead, "", None
         if made is None:
             raise NotFound(
                 f"model {name[:128]!r} is not served here",
@@ -104,7 +108,7 @@ class Names:
         """What the request is answered by, and what its name says by default."""
         model, adapter, made = self.choose(name)
         await model.settled()
-        served = model.served(adapter, caller_of(request.scope))
+        served = model.served(adapter, caller_of(request.scope), Reading(request.scope))
         return self._with_template(served, made), made
 
     def _with_template(self, served: Served, made: Defaults | None) -> Served:

@@ -1,7 +1,6 @@
 """Shared by Ollama's routes: how a body is read, `options`, `keep_alive`, and errors as `{"error": text}`. How models are named is `names.py`.
 
-Ollama itself drops what it does not know; here a field is honoured, without effect on the tokens, or refused by name, as on every
-other route. Where an option is not sent, Ollama's default holds (DEFAULTS), but for its repeat penalty. Knows nothing of answers.
+A field is honoured, without effect on the tokens, refused by name, or unknown, which is told, as on every other route. Where an option is not sent, Ollama's default holds (DEFAULTS), but for its repeat penalty. Knows nothing of answers.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from quire.chat.shifting import Shift
 from quire.engine.constraints.grammar import JSON_OBJECT, JSON_SCHEMA
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest, QuireError
 from quire.runner.params import SamplingParams
 from quire.server import errors
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared import bodies, conversation
 from quire.server.shared.bodies import checked_keys, read_body, read_json
@@ -41,7 +42,6 @@ IGNORED_OPTIONS = frozenset(
         "use_mmap",
         "use_mlock",
         "num_thread",
-        "num_keep",  # which tokens survive when a context is cut: none is
         "mirostat_tau",
         "mirostat_eta",
     }
@@ -71,6 +71,7 @@ class Options(msgspec.Struct, kw_only=True):
 
     num_ctx: float | int | None = None
     num_predict: float | int | None = None
+    num_keep: float | int | None = None
     temperature: float | None = None
     top_k: float | int | None = None
     top_p: float | None = None
@@ -84,12 +85,12 @@ class Options(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
 
 
-def read_options(raw: msgspec.Raw) -> Options:
+def read_options(raw: msgspec.Raw, reading: Reading) -> Options:
     """`options`, every one accounted for."""
     if bytes(raw) == b"null":
         return Options()
     try:
-        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS)
+        return bodies.parse(raw, Options, IGNORED_OPTIONS, NEUTRAL_OPTIONS, "options", reading)
     except BadRequest as error:
         raise _within_options(error) from None
 
@@ -102,17 +103,17 @@ def _within_options(error: BadRequest) -> BadRequest:
     return BadRequest(f"options: {message}", cure=error.cure, param=where, code=error.code)
 
 
-def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -> SamplingParams:
+def params(served: Served, options: Options, room: int, logprobs: int | None) -> SamplingParams:
     """SamplingParams with Ollama's defaults, at most `room` tokens of answer."""
-    asked = _whole("num_predict", options.num_predict)
+    asked = whole("num_predict", options.num_predict)
     if asked is not None and asked < 1 and asked not in (-1, -2):  # both mean: as many as there is room for
         raise BadRequest(
             f"options: num_predict is {asked}: it must be at least 1, or -1 for no limit", param="options.num_predict"
         )
-    seed = _whole("seed", options.seed)
-    top_k = _whole("top_k", options.top_k)
+    seed = whole("seed", options.seed)
+    top_k = whole("top_k", options.top_k)
     stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
-    _check_window(options)
+    _check_window(options, served.reading)
     given: dict[str, Any] = {
         "temperature": options.temperature,
         "top_k": None if top_k is None else max(0, top_k),
@@ -127,40 +128,57 @@ def params(options: Options, vocab_size: int, room: int, logprobs: int | None) -
         "stop": stop,
         "max_tokens": room if asked is None or asked < 0 else min(asked, room),
     }
-    return sampling(given, vocab_size, defaults=DEFAULTS, names=OURS, within="options")
+    return sampling(given, served.info.vocab_size, defaults=DEFAULTS, names=OURS, within="options")
 
 
-def _check_window(options: Options) -> None:
+def _check_window(options: Options, reading: Reading) -> None:
     """Penalties here look at everything; a window of some last tokens is fine only where there is no penalty."""
-    last = _whole("repeat_last_n", options.repeat_last_n)
+    last = whole("repeat_last_n", options.repeat_last_n)
     penalised = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
     if last not in (None, -1) and penalised:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: repeat_last_n is {last}: penalties look at the whole text here",
             cure="leave it out, or send -1",
             param="options.repeat_last_n",
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
 
 
 def context_of(served: Served, options: Options) -> int:
     """Tokens that prompt and answer may have together: what is served, or less where the client says so."""
-    most, asked = served.info.context, _whole("num_ctx", options.num_ctx)
+    most, asked = served.info.context, whole("num_ctx", options.num_ctx)
     if asked is None:
         return most
     if asked > most:
-        raise BadRequest(
+        refusal = BadRequest(
             f"options: num_ctx is {asked}: {served.model.name} is served with a context of {most}",
             cure=f"send at most {most}, or start the server with a longer --context",
             param="options.num_ctx",
             code="context_length_exceeded",
         )
+        served.reading.excuse(refusal)
+        return most
     if asked < 2:
         raise BadRequest(f"options: num_ctx is {asked}: it must be at least 2", param="options.num_ctx")
     return asked
 
 
-def _whole(name: str, value: float | int | None) -> int | None:
+def shift(options: Options, prompt: int, context: int) -> Shift:
+    """How an answer goes on past the context: `num_keep` tokens of the prompt stay, -1: all of it. Where it is not sent, all that is at
+    most half of the context."""
+    asked = whole("num_keep", options.num_keep)
+    if asked is None:
+        asked = -1 if prompt <= context // 2 else 0
+    if asked < -1:
+        raise BadRequest(f"options: num_keep is {asked}: it must be at least -1", param="options.num_keep")
+    made = Shift(context, prompt if asked == -1 else min(asked, prompt), names=("options.num_keep", ""))
+    made.check(prompt)
+    return made
+
+
+def whole(name: str, value: float | int | None) -> int | None:
+    """An option that is a whole number."""
     if value is None or isinstance(value, int):
         return value
     if not value.is_integer():

@@ -18,7 +18,7 @@ from quire.server.shared.conversation import MAX_CALLS, History, arguments_text,
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
-class CalledFunction(msgspec.Struct):
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_calls[].function`."""
 
     name: str
@@ -27,7 +27,7 @@ class CalledFunction(msgspec.Struct):
     description: str | None = None
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_calls[]`."""
 
     function: CalledFunction

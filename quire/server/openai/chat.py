@@ -21,15 +21,17 @@ from quire.chat.types import CallPart, Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.feed import Feed, News
-from quire.server.replies import EventStream
+from quire.server.reading import Reading
+from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
-from quire.server.shared import bodies, conversation
+from quire.server.shared import bodies, conversation, fitting
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import Envelope, Pace, Partial, Usage, collect, envelope, merged, receipt_body, timings
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
+from quire.server.shared.fitting import HEADER, Fit, last_tokens
 from quire.server.shared.messages import ChatMessage, turns
 from quire.server.shared.sampling import Sampling, generation
 from quire.server.shared.tools import NO_TOOLS, NOTHING, Raw, at, openai_choice, openai_tools
@@ -59,6 +61,7 @@ class ChatRequest(Sampling, kw_only=True):
     timings_per_token: bool | None = None
     service_tier: str | None = None
     prediction: msgspec.Raw = msgspec.Raw()
+    truncation: str | None = None  # Quire's own here, the name that the Responses API has
 
     @property
     def tells_reasoning(self) -> bool:
@@ -92,14 +95,14 @@ def register(app: FastAPI, server: Server) -> None:
         asked = parse(await read_json(request), ChatRequest)
         served = await server.resolve(request, asked.model)
         served.generates()
-        _check(asked)
+        _check(asked, served.reading)
         sampling = asked.params(
             served.info.vocab_size,
             max_tokens=_max_tokens(asked),
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
         said = _conversation(served, asked)
-        prompt = await conversation.encode(served, said)
+        prompt = await _prompt(served, asked, said, sampling.max_tokens)
         max_param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
         check_prompt(served, prompt, sampling.max_tokens, "messages", max_param)
         made = generation(asked, prompt, sampling)
@@ -108,15 +111,17 @@ def register(app: FastAPI, server: Server) -> None:
         feed = Feed(served, [made], request.receive, arrived)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = envelope(served, asked, "chatcmpl", kind)
+        headers = None if said.dropped is None else {HEADER: said.dropped.header}
         if asked.stream:
-            return EventStream(feed, Stream(asked, head, prompt, sampling.n))
-        return Response(await whole(feed, asked, head, prompt), media_type="application/json")
+            return EventStream(feed, Stream(asked, head, prompt, sampling.n, said.told()), headers)
+        return reply(await whole(feed, asked, head, prompt, said.told()), headers=headers)
 
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        app.add_api_route(path, chat_completions, methods=["POST"], response_model=None)
 
 
-def _check(asked: ChatRequest) -> None:
-    asked.check()
+def _check(asked: ChatRequest, reading: Reading) -> None:
+    asked.check(reading)
     if asked.top_logprobs is not None:
         if not asked.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -125,22 +130,24 @@ def _check(asked: ChatRequest) -> None:
                 f"top_logprobs is {asked.top_logprobs}: it must be in [0, {MAX_LOGPROBS}]", param="top_logprobs"
             )
     if asked.service_tier not in TIERS:
-        raise BadRequest(
+        refusal = BadRequest(
             "service_tier is not supported: the only accepted value is auto or default",
             param="service_tier",
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
     if (
         bytes(asked.prediction) not in (b"", b"null")
-        and at("prediction", asked.prediction, Prediction).type != "content"
+        and at("prediction", asked.prediction, Prediction, reading).type != "content"
     ):
         raise BadRequest("prediction.type must be content", param="prediction.type")
     if asked.echo:
-        raise BadRequest("echo is for /v1/completions", param="echo")
+        reading.excuse(BadRequest("echo is for /v1/completions", param="echo"))
     if asked.add_special_tokens:
-        raise BadRequest(
+        refusal = BadRequest(
             "add_special_tokens is not supported here: the template writes them", param="add_special_tokens"
         )
+        reading.excuse(refusal)
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
@@ -171,7 +178,7 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
         kwargs = conversation.thinking(served, None, effort, "reasoning_effort") | kwargs
     return Conversation(
         turns(served, asked.messages),
-        _tools(asked),
+        _tools(asked, served.reading),
         kwargs,
         asked.add_generation_prompt is not False,
         continues,
@@ -179,10 +186,24 @@ def _conversation(served: Served, asked: ChatRequest) -> Conversation:
     )
 
 
-def _tools(asked: ChatRequest) -> Tools:
+async def _prompt(served: Served, asked: ChatRequest, said: Conversation, answer: int | None) -> list[int]:
+    """Tokens of the conversation, cut where the request asks for that."""
+    if asked.truncation not in (None, "auto", "disabled"):
+        raise BadRequest("truncation must be auto or disabled", param="truncation")
+    fit = Fit("truncation", answer) if asked.truncation == "auto" else None
+    if fit is not None and asked.truncate_prompt_tokens is not None:
+        raise BadRequest("truncation and truncate_prompt_tokens both say what is cut: send one", param="truncation")
+    tokens = await (conversation.encode(served, said) if fit is None else fitting.encode(served, said, fit))
+    if asked.truncate_prompt_tokens is not None:
+        tokens, said.dropped = last_tokens(served, tokens, asked.truncate_prompt_tokens, asked.truncation_side, answer)
+        said.notes += [] if said.dropped is None else [said.dropped.note]
+    return tokens
+
+
+def _tools(asked: ChatRequest, reading: Reading) -> Tools:
     if asked.tools is None and asked.tool_choice is NOTHING:
         return NO_TOOLS
-    return openai_choice(openai_tools(asked.tools), asked.tool_choice, asked.parallel_tool_calls)
+    return openai_choice(openai_tools(asked.tools, reading), asked.tool_choice, asked.parallel_tool_calls, reading)
 
 
 def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:
@@ -219,7 +240,9 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     return body
 
 
-async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int]) -> bytes:
+async def whole(
+    feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int], told: dict[str, Any]
+) -> dict[str, Any]:
     """The answer as one body."""
     choices, prompt_logprobs = await collect(feed)
     usage = Usage([len(prompt)])
@@ -244,18 +267,23 @@ async def whole(feed: Feed, asked: ChatRequest, head: Envelope, prompt: list[int
         more["prompt_token_ids"] = prompt
     if asked.timings_per_token:
         more["timings"] = timings(choices[0, 0].receipt)
+    told = dict(told)
     if asked.receipts:
-        more["quire"] = {"receipts": [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]}
-    return msgspec.json.encode(head.wrap(body, **more))
+        told["receipts"] = [receipt_body(i, c.receipt) for (_, i), c in sorted(choices.items())]
+    if told:
+        more["quire"] = told
+    return head.wrap(body, **more)
 
 
 class Stream:
-    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for."""
+    """Chunks of a chat answer: a role for each choice, then news, then a finish reason, then usage if asked for. The first chunk has the
+    notes on the request."""
 
-    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int):
+    def __init__(self, asked: ChatRequest, head: Envelope, prompt: list[int], n: int, told: dict[str, Any]):
         self.asked = asked
         self.head = head
         self.prompt = prompt
+        self.told = told
         self.usage = Usage([len(prompt)])
         self.said = [Partial() for _ in range(n)]
         self.paces = [Pace() for _ in range(n)]
@@ -264,8 +292,11 @@ class Stream:
 
     def opening(self) -> Iterable[object]:
         more = self.more | ({"prompt_token_ids": self.prompt} if self.asked.return_token_ids else {})
+        if self.asked.counts_chunks:
+            more["usage"] = self.usage.so_far(0, 0)
         for index in range(len(self.said)):
-            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more)
+            told = {"quire": self.told} if self.told and index == 0 else {}
+            yield self.head.wrap([_choice(index, {"role": "assistant", "content": ""})], **more, **told)
 
     def news(self, items: list[News]) -> Iterable[object]:
         for _, chunk in items:
@@ -274,6 +305,8 @@ class Stream:
             if chunk.prompt_logprobs:
                 more["prompt_logprobs"] = token_logprobs.prompt(chunk.prompt_logprobs, len(self.prompt))
             delta = self._delta(chunk)
+            if self.asked.counts_chunks:
+                more["usage"] = self.usage.so_far(0, len(self.said[chunk.index].tokens))
             says = delta or chunk.finish or more.keys() - self.more.keys()
             if self.asked.timings_per_token:
                 more["timings"] = self.paces[chunk.index].add(chunk)
@@ -330,7 +363,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path="/v1/chat/completions",
-        what="OpenAI's fields, and vLLM's and llama.cpp's beside them.",
+        what="Also `/chat/completions`. OpenAI's fields, and vLLM's and llama.cpp's beside them.",
         fields=(
             Fields(
                 shape=ChatRequest,
@@ -347,7 +380,7 @@ COMPAT = (
                     "top_logprobs": "0 to 20; needs `logprobs`",
                     "add_generation_prompt": "true by default",
                     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
-                    "tools": "functions, up to 1024; of a model whose template has tools",
+                    "tools": "functions, up to 1024; described in the prompt where the template has no place for them, told in `quire.notes`",
                     "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
                     "parallel_tool_calls": "false: at most one call, enforced",
                     "reasoning_effort": "what the template can be told: an effort, or on and off; else refused",
@@ -356,6 +389,7 @@ COMPAT = (
                     "documents": "of a model whose template has a place for them",
                     "timings_per_token": "llama.cpp's `timings`",
                     "service_tier": "`auto` or `default`",
+                    "truncation": "Quire's here: `auto` leaves out the oldest turns of a conversation that does not fit, and tells",
                     "prediction": "checked and not used; the usage says so",
                 },
             ),

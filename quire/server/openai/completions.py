@@ -21,7 +21,8 @@ from quire.chat.types import Chunk, TokenLogprob, TokenText
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from quire.server.feed import Feed, News
-from quire.server.replies import EventStream
+from quire.server.reading import Reading
+from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import bodies
@@ -29,7 +30,8 @@ from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import MAX_CHOICES, Envelope, Usage, envelope, receipt_body
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
-from quire.server.shared.conversation import check_prompt, encode_text
+from quire.server.shared.conversation import Dropped, check_prompt, encode_text
+from quire.server.shared.fitting import HEADER, last_tokens
 from quire.server.shared.infill import gap
 from quire.server.shared.sampling import Sampling, generation
 
@@ -57,7 +59,8 @@ class Prompt:
     """A prompt in both its forms."""
 
     tokens: list[int]
-    text: str | None  # as the client wrote it; None when it sent tokens
+    text: str | None  # as the client wrote it; None when it sent tokens, or when some of it was left out
+    dropped: Dropped | None = None  # what was
 
 
 def register(app: FastAPI, server: Server) -> None:
@@ -69,7 +72,7 @@ def register(app: FastAPI, server: Server) -> None:
         served = await server.resolve(request, asked.model)
         served.generates()
         prompts = _prompts(asked, server.config.max_prompts)
-        _check(asked, len(prompts))
+        _check(asked, len(prompts), served.reading)
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         score_only = max_tokens == 0
         scores = asked.logprobs if asked.echo else None
@@ -86,8 +89,12 @@ def register(app: FastAPI, server: Server) -> None:
         for i, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             ids = await _encoded(served, asked, prompt, param)
+            ids, dropped = last_tokens(
+                served, ids, asked.truncate_prompt_tokens, asked.truncation_side, sampling.max_tokens
+            )
             check_prompt(served, ids, sampling.max_tokens if asked.max_tokens else None, param, "max_tokens")
-            encoded.append(Prompt(ids, prompt if isinstance(prompt, str) else None))
+            text = prompt if isinstance(prompt, str) and dropped is None else None
+            encoded.append(Prompt(ids, text, dropped))
         if asked.max_tokens is None:  # a default never refuses a prompt that leaves less room than itself
             room = [min(DEFAULT_MAX_TOKENS, served.info.context - len(p.tokens)) for p in encoded]
         else:
@@ -98,9 +105,10 @@ def register(app: FastAPI, server: Server) -> None:
         ]
         feed = Feed(served, generations, request.receive, arrived)
         answer = _Answer(served, asked, envelope(served, asked, "cmpl", "text_completion"), encoded, score_only)
+        headers = next(({HEADER: p.dropped.header} for p in encoded if p.dropped is not None), None)
         if asked.stream:
-            return EventStream(feed, answer)
-        return Response(await _whole(feed, answer), media_type="application/json")
+            return EventStream(feed, answer, headers)
+        return reply(await _whole(feed, answer), headers=headers)
 
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
 
@@ -142,8 +150,8 @@ def _until_filled(served: Served, sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, stop_token_ids=ends)
 
 
-def _check(asked: CompletionRequest, prompts: int) -> None:
-    asked.check()
+def _check(asked: CompletionRequest, prompts: int, reading: Reading) -> None:
+    asked.check(reading)
     n = 1 if asked.n is None else asked.n
     if asked.best_of is not None and n >= 1:  # an n that is none is refused with the other bounds
         if not n <= asked.best_of <= MAX_N:
@@ -203,6 +211,8 @@ class _Answer:
             for _ in range(len(prompts) * self.n)
         ]
         self.more: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
+        dropped = [p.dropped.body() | {"prompt": i} for i, p in enumerate(prompts) if p.dropped is not None]
+        self.told: dict[str, Any] = {"dropped": dropped} if dropped else {}
 
     def opening(self) -> Iterable[object]:
         return ()
@@ -210,10 +220,15 @@ class _Answer:
     def news(self, items: list[News]) -> Iterable[object]:
         for prompt, chunk in items:
             for item, receipt in self.take(prompt, chunk):
+                more = dict(self.more)
+                if self.asked.counts_chunks:
+                    more["usage"] = self.usage.so_far(prompt, self.choices[item["index"]].delivered)
+                told, self.told = self.told, {}  # the first chunk says what was left out
                 if receipt is not None and self.asked.receipts:
-                    yield self.head.wrap([item], **self.more, quire={"receipts": [receipt]})
-                else:
-                    yield self.head.wrap([item], **self.more)
+                    told["receipts"] = [receipt]
+                if told:
+                    more["quire"] = told
+                yield self.head.wrap([item], **more)
 
     def closing(self) -> Iterable[object]:
         if self.asked.wants_usage:
@@ -299,7 +314,7 @@ def _best(entries: list[TokenLogprob], k: int) -> list[TokenLogprob]:
     return [TokenLogprob(e.token, e.logprob, e.rank, e.top[:k]) for e in entries]
 
 
-async def _whole(feed: Feed, answer: _Answer) -> bytes:
+async def _whole(feed: Feed, answer: _Answer) -> dict[str, Any]:
     receipts: list[dict[str, Any]] = []
     async with feed:
         async for items in feed.batches():
@@ -313,8 +328,10 @@ async def _whole(feed: Feed, answer: _Answer) -> bytes:
     more: dict[str, Any] = {"usage": answer.usage.body()}
     if answer.asked.receipts:
         by_index = {r["index"]: r for r in receipts}
-        more["quire"] = {"receipts": [by_index[i] | {"index": index} for index, i in enumerate(kept)]}
-    return msgspec.json.encode(answer.head.wrap(body, **more))
+        answer.told["receipts"] = [by_index[i] | {"index": index} for index, i in enumerate(kept)]
+    if answer.told:
+        more["quire"] = answer.told
+    return answer.head.wrap(body, **more)
 
 
 def _kept(answer: _Answer) -> list[int]:

@@ -18,6 +18,7 @@ from quire.chat.embedder import Embedded, Input
 from quire.observe.errors import BadRequest
 from quire.server.feed import while_connected
 from quire.server.replies import reply
+from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import Endpoint, Fields
@@ -26,8 +27,6 @@ from quire.server.shared.embedded import MAX_INPUTS, count, cut, usage
 FORMATS = ("float", "base64")
 IGNORED = {"user": "who asks does not change the answer", "metadata": "the client's own notes; they are not kept"}
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "truncate_prompt_tokens": (None,),
-    "truncation_side": (None, "right"),
     "add_special_tokens": (None, True),
     "priority": (None, 0),
     "normalize": (None,),
@@ -45,6 +44,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     truncate: bool | None = None
     prompt_name: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 def register(app: FastAPI, server: Server) -> None:
@@ -60,7 +61,12 @@ def register(app: FastAPI, server: Server) -> None:
                 f"encoding_format is {encoding[:40]!r}: it must be {' or '.join(FORMATS)}", param="encoding_format"
             )
         work = embedder.embed(
-            _inputs(asked.input), prompt=asked.prompt_name, truncate=bool(asked.truncate), dimensions=asked.dimensions
+            _inputs(asked.input),
+            prompt=asked.prompt_name,
+            truncate=bool(asked.truncate),
+            most=_most(served, asked),
+            ends=asked.truncation_side == "left",
+            dimensions=asked.dimensions,
         )
         made = await while_connected(served, request, work)
         count(served, made)
@@ -68,7 +74,22 @@ def register(app: FastAPI, server: Server) -> None:
         body = {"object": "list", "data": data, "model": served.name, "usage": usage(made), **cut(made)}
         return reply(body)
 
-    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], response_model=None)
+    for path in ("/v1/embeddings", "/embeddings"):
+        app.add_api_route(path, embeddings, methods=["POST"], response_model=None)
+
+
+def _most(served: Served, asked: EmbeddingRequest) -> int | None:
+    """The tokens that vLLM's `truncate_prompt_tokens` leaves of a text."""
+    name, keep, context = "truncate_prompt_tokens", asked.truncate_prompt_tokens, served.info.context
+    if asked.truncation_side not in (None, "left", "right"):
+        raise BadRequest("truncation_side must be left or right", param="truncation_side")
+    if keep is None:
+        return None
+    if keep < -1 or keep == 0:
+        raise BadRequest(f"{name} is {keep}: it must be at least 1, or -1 for what the model takes", param=name)
+    if keep > context:
+        raise BadRequest(f"{name} is {keep}: the most this model takes is {context}", param=name)
+    return context if keep == -1 else keep
 
 
 def _inputs(given: str | list[str | int | list[int]]) -> list[Input]:
@@ -98,7 +119,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path="/v1/embeddings",
-        what="Of a model that embeds or generates.",
+        what="Also `/embeddings`. Of a model that embeds or generates.",
         fields=(
             Fields(
                 shape=EmbeddingRequest,
@@ -109,6 +130,8 @@ COMPAT = (
                     "encoding_format": "`float` or `base64` (little-endian float32)",
                     "dimensions": "the first numbers, made of length 1 again, where the model's files say that this means something; else 400",
                     "truncate": "Quire's: cut a text that is too long and say how much, instead of refusing it",
+                    "truncate_prompt_tokens": "vLLM's: cut texts to so many tokens, -1: to what the model takes, and say how much",
+                    "truncation_side": "vLLM's: `right`, the default: the beginning of a text is kept; `left`: its end",
                     "prompt_name": "Quire's: one of the model's own prompts",
                 },
             ),

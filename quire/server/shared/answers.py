@@ -184,6 +184,11 @@ class Usage:
         if index == 0 and receipt is not None:
             self.cached += receipt.cached_tokens
 
+    def so_far(self, prompt: int, output: int) -> dict[str, int]:
+        """The `usage` in a chunk of one choice: of the prompt with this number, and that many tokens of the answer."""
+        tokens = self.prompts[prompt]
+        return {"prompt_tokens": tokens, "completion_tokens": output, "total_tokens": tokens + output}
+
     def body(self) -> dict[str, Any]:
         """The `usage` object."""
         prompt = sum(self.prompts)

@@ -6,7 +6,9 @@ into a msgspec struct, with errors that name the field. `parse` does so for a re
     honoured   a field of the route's struct
     IGNORED    cannot change the tokens: accepted with any value
     NEUTRAL    would change the answer: accepted only with a value that asks for nothing, else 400 naming the field
-    (others)   unknown: 400 "Unrecognized request argument supplied", as OpenAI does
+    (others)   unknown: ignored and told in the answer, or a 400 that names it where the server or the request is strict
+
+A body comes with its `Reading`, which says what becomes of an unknown field of it and of the objects in it.
 
 IGNORED and NEUTRAL are the fields that OpenAI, vLLM or llama.cpp know and Quire does not act on; a dialect may have tables of its own.
 """
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -27,6 +28,7 @@ from starlette.requests import Request
 
 from quire.observe.errors import BadRequest
 from quire.server.errors import ClientGone, UnsupportedMedia
+from quire.server.reading import STRICT, Reading
 
 MAX_DEPTH = 32  # of nested JSON in fields whose shape is open
 MAX_NODES = 10_000
@@ -35,12 +37,19 @@ KEYS_MOST = 1 << 20  # ... and beyond which they are not: of keys that come twic
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
+B = TypeVar("B", bound=bytes)
 _TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:missing required|contains unknown) field `([^`]{1,64})")
 
 
-async def read_json(request: Request) -> bytes:
+class Body(bytes):
+    """A body, and how it is read."""
+
+    reading: Reading
+
+
+async def read_json(request: Request) -> Body:
     """The whole body. A body that does not say it is JSON is refused: a web page cannot send one that does unasked."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -48,7 +57,7 @@ async def read_json(request: Request) -> bytes:
     return await checked_keys(await read_body(request))
 
 
-async def checked_keys(body: bytes) -> bytes:
+async def checked_keys(body: B) -> B:
     """The body, unless an object in it has a key twice: which value was meant is not ours to guess. What is no JSON passes; `decode` says why."""
     if len(body) <= KEYS_MOST:
         await asyncio.to_thread(_look, body) if len(body) > KEYS_THREAD else _look(body)
@@ -72,7 +81,7 @@ def _distinct(pairs: list[tuple[str, object]]) -> None:
 _KEYS = json.JSONDecoder(object_pairs_hook=_distinct)
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> Body:
     """The whole body, whatever it says it is."""
     parts: list[bytes] = []
     while True:
@@ -81,7 +90,9 @@ async def read_body(request: Request) -> bytes:
             raise ClientGone
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
-            return b"".join(parts)
+            body = Body(b"".join(parts))
+            body.reading = Reading(request.scope)
+            return body
 
 
 def top_level(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
@@ -89,9 +100,20 @@ def top_level(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     return _decode(_TOP, body)
 
 
-def decode(body: bytes | msgspec.Raw, shape: type[T]) -> T:
-    """`body` as a struct; BadRequest names the field that does not fit."""
-    return _decode(_decoder(shape), body)
+def decode(body: bytes | msgspec.Raw, shape: type[T], where: str = "", reading: Reading = STRICT) -> T:
+    """`body` as a struct; BadRequest names the field that does not fit. `where` is its place in the whole body, for what is told of it."""
+    try:
+        return _decode(_decoder(shape), body)
+    except UnknownField:
+        from quire.server.shared import lenient
+
+        if lenient.level(reading.scope) == "strict":
+            raise
+        return _decode(_decoder(shape), lenient.pruned(reading.unknown, body, shape, where))
+
+
+class UnknownField(BadRequest):
+    """A struct that forbids unknown fields met one."""
 
 
 @cache
@@ -108,23 +130,14 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
         said = f"{where}: {what}" if where else what
         if named := _FIELD.search(what):
             where = f"{where}.{named[1]}" if where else named[1]
-        raise BadRequest(said.replace("`", "").strip(), param=where or None) from None
+        kind = UnknownField if "contains unknown field" in what else BadRequest
+        raise kind(said.replace("`", "").strip(), param=where or None) from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     except RecursionError:
         raise BadRequest("the body is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError:
         raise BadRequest("the body is not valid UTF-8", code="invalid_json") from None
-
-
-def unknown_field(name: str, known: list[str]) -> BadRequest:
-    """The refusal of a field nobody knows, with the one that was probably meant."""
-    name = name[:64]
-    near = difflib.get_close_matches(name, known, n=1)
-    cure = f"did you mean {near[0]}?" if near else ""
-    return BadRequest(
-        f"Unrecognized request argument supplied: {name}", cure=cure, param=name, code="unknown_parameter"
-    )
 
 
 def bounded(name: str, value: Any) -> None:
@@ -208,7 +221,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
     "continue_final_message": (None, False),
     "documents": (None, []),
@@ -235,30 +247,36 @@ def parse(
     shape: type[S],
     ignored: Collection[str] = IGNORED,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    where: str = "",
+    reading: Reading | None = None,
 ) -> S:
-    """The request as `shape`, every field of it accounted for."""
+    """The request, or the object `where` of it, as `shape`, every field of it accounted for. A whole body brings its own `reading`."""
+    if reading is None:
+        reading = body.reading if isinstance(body, Body) else STRICT
     honoured = _honoured(shape)
     given = top_level(body)
     for name, raw in given.items():
         if name in honoured or name in ignored:
             continue
         if name not in neutral:
-            raise unknown_field(name, sorted(honoured))
-        check(name, decode(raw, object), neutral[name])
-    return decode(body, shape)
+            reading.unknown(name, honoured, where)
+        else:
+            check(name, decode(raw, object), neutral[name], where, reading)
+    return decode(body, shape, where, reading)
 
 
-def check(name: str, value: object, neutral: tuple[object, ...]) -> None:
-    """Refuse a value that asks for something."""
+def check(name: str, value: object, neutral: tuple[object, ...], where: str, reading: Reading) -> None:
+    """Refuse a value that asks for something, or tell that it is ignored."""
     if any(type(value) is type(n) and value == n for n in neutral):
         return
     asks_nothing = " or ".join(msgspec.json.encode(n).decode() for n in neutral)
-    raise BadRequest(
+    refusal = BadRequest(
         f"{name} is not supported: the only accepted value is {asks_nothing}",
         cure=INSTEAD.get(name, ""),
         param=name,
         code="unsupported_parameter",
     )
+    reading.excuse(refusal, where)
 
 
 @cache

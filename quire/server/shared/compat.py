@@ -31,13 +31,11 @@ WHY: dict[str, str] = {
     "include_reasoning": "a model without reasoning has none to include",
     "cache_prompt": "prefixes are found without being told",
     "id_slot": "there are no slots",
-    "n_keep": "nothing is ever cut: what does not fit is refused",
-    "n_discard": "nothing is ever cut: what does not fit is refused",
+    "n_keep": "nothing is cut here: `truncation` says what is",
+    "n_discard": "nothing is cut here: `truncation` says what is",
     "n_cache_reuse": "prefixes are found without being told",
     "session_id": "prefixes are found without being told",
     "cache_control": "prefixes are shared without being told",
-    "truncate": "nothing is ever cut: what does not fit is refused",
-    "shift": "nothing is ever cut: what does not fit is refused",
 }
 
 
@@ -141,10 +139,13 @@ SAMPLING: dict[str, str] = {
     "n": "1 to 64",
     "prompt_logprobs": "0 to 20",
     "skip_special_tokens": "true by default",
-    "stream_options": "`include_usage`; `include_obfuscation` and `continuous_usage_stats` only false",
+    "stream_options": "`include_usage`, and with it vLLM's `continuous_usage_stats`; `include_obfuscation` only false",
     "priority": "lower runs first",
     "cache_salt": "requests with different salts never share cached prefixes",
     "request_id": "becomes part of the answer's id",
     "return_token_ids": "",
+    "truncate_prompt_tokens": "the last so many tokens of the prompt, -1: what the context holds; what was cut is told in `quire`",
+    "truncation_side": "`left`, the default: the end of the prompt is kept; `right`: its beginning",
     "receipts": "Quire's: what happened to the request",
+    "itl_slo_ms": "Quire's: milliseconds between two tokens that prompts of others may take; 1 to 60000",
 }

@@ -21,7 +21,7 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.server.served import Served
 from quire.server.shared import bodies
-from quire.server.shared.tools import NO_TOOLS, check_callable, check_name, shown
+from quire.server.shared.tools import NO_TOOLS, check_name, shown, told_in_words
 
 if TYPE_CHECKING:
     from quire.chat.tools.types import Reading
@@ -47,6 +47,38 @@ RESERVED = frozenset(
 
 
 @dataclass(slots=True)
+class Dropped:
+    """What was left out of a prompt, because a client asked for it to be cut where it does not fit."""
+
+    param: str
+    tokens: int | None  # of the prompt; None: the whole was too long to be counted
+    messages: int = 0
+    roles: dict[str, int] = field(default_factory=dict)
+    of: int = 0  # messages that there were
+    where: str = ""
+
+    def body(self) -> dict[str, Any]:
+        """For an answer, as an object."""
+        made: dict[str, Any] = {"param": self.param, "tokens": self.tokens, "where": self.where}
+        return made | ({"messages": self.messages, "of": self.of, "roles": self.roles} if self.of else {})
+
+    @property
+    def note(self) -> str:
+        """For an answer, as a sentence."""
+        count = "more tokens than could be counted" if self.tokens is None else f"{self.tokens} tokens"
+        if not self.of:
+            return f"{self.param}: {count} were left out, {self.where}"
+        roles = ", ".join(f"{n} {role}" for role, n in self.roles.items())
+        return f"{self.param}: {self.messages} of {self.of} messages ({roles}), {count}, were left out, {self.where}"
+
+    @property
+    def header(self) -> str:
+        """For a header of the response."""
+        tokens = "unknown" if self.tokens is None else self.tokens
+        return f"tokens={tokens}" + (f", messages={self.messages}" if self.of else "")
+
+
+@dataclass(slots=True)
 class Conversation:
     """A conversation, ready for the model's template."""
 
@@ -56,6 +88,15 @@ class Conversation:
     generation_prompt: bool = True  # ends with the beginning of an answer
     continues: bool = False  # the answer goes on with the last turn, which is the assistant's
     documents: list[dict[str, Any]] | None = None
+    notes: list[str] = field(
+        default_factory=list
+    )  # what became of it on its way into the prompt, for the answer to tell
+    dropped: Dropped | None = None  # what was left out to make it fit
+
+    def told(self) -> dict[str, Any]:
+        """Quire's own fields of an answer about all this."""
+        made: dict[str, Any] = {"notes": self.notes} if self.notes else {}
+        return made if self.dropped is None else made | {"dropped": self.dropped.body()}
 
 
 class History:
@@ -137,28 +178,28 @@ def thinking(served: Served, on: bool | None, effort: str | None, param: str) ->
         if level is not None and (not off or f'"{effort}"' in words or f"'{effort}'" in words):
             made[level] = effort
         elif not off and not switches:
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{param} is {effort}: {_no_place(served)}",
                 cure="leave it out",
                 param=param,
                 code="unsupported_parameter",
             )
+            served.reading.excuse(refusal)
+            return {}
         on = not off if level not in made or not off else on
     if on is None:
         return made
     if not switches and level not in made and on != reasons:
-        if on:
-            raise BadRequest(
-                f"{param}: {served.model.name} does not reason apart from its answers",
-                cure="leave it out",
-                param=param,
-                code="unsupported_parameter",
-            )
-        raise BadRequest(
-            f"{param}: the reasoning of {served.model.name} cannot be turned off",
+        name = served.model.name
+        refusal = BadRequest(
+            f"{param}: {name} does not reason apart from its answers"
+            if on
+            else f"{param}: the reasoning of {name} cannot be turned off",
+            cure="leave it out" if on else "",
             param=param,
             code="unsupported_parameter",
         )
+        served.reading.excuse(refusal)
     return made | {name: SWITCHES[name][on] for name in switches}
 
 
@@ -251,37 +292,41 @@ async def encode_text(served: Served, text: str, param: str, add_special: bool |
 
 
 async def encode(served: Served, said: Conversation, param: str = "messages") -> list[int]:
-    """Tokens of a conversation, through the model's own template."""
+    """Tokens of a conversation, through the model's own template. Tools that it cannot call are left out of `said` where that is excused."""
     completer = served.completer
     tools = None
     if said.tools.tools:
-        check_callable(served, said.tools)
         tools = shown(said.tools)
         check_text(served, msgspec.json.encode(tools).decode(), "tools")
-    check_text(served, "".join(_texts(said.turns)), param)
+    check_text(served, "".join(texts(said.turns)), param)
     kwargs: dict[str, Any] = dict(said.kwargs)
     if tools is not None:
         kwargs["tools"] = tools
     if said.documents:
         if "documents" not in template_reads(served):
-            raise BadRequest(
+            refusal = BadRequest(
                 f"documents: the chat template of {served.model.name} has no place for them",
                 cure="write them into a message",
                 param="documents",
                 code="unsupported_parameter",
             )
-        check_text(served, "".join(_texts(said.documents)), "documents")
-        kwargs["documents"] = said.documents
+            served.reading.excuse(refusal)
+        else:
+            check_text(served, "".join(texts(said.documents)), "documents")
+            kwargs["documents"] = said.documents
     if said.continues:
         kwargs["continue_final_message"] = True
     try:
-        return await completer.encode_chat(
+        tokens = await completer.encode_chat(
             said.turns, add_generation_prompt=said.generation_prompt and not said.continues, **kwargs
         )
     except BadRequest as error:
         if error.param == "prompt":  # the text that the template wrote
             error.param = param
         raise
+    if said.tools.tools and (note := told_in_words(served)) is not None and note not in said.notes:
+        said.notes.append(note)
+    return tokens
 
 
 async def answering(
@@ -291,13 +336,13 @@ async def answering(
     return await served.completer.answering(prompt, tools, answer)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
     """Every text in plain values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _texts(item)
+            yield from texts(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from texts(item)

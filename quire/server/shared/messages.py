@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.observe.errors import BadRequest
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
 from quire.server.shared.tools import at
@@ -19,11 +20,17 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 ECHOED = ("refusal", "annotations", "audio", "function_call")  # of an answer: only empty ones are taken
 
 
-class Part(msgspec.Struct):
-    """One piece of a message's content."""
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message's content. What holds media is known, so that a refusal of the type is what a client reads."""
 
     type: str
     text: str | None = None
+    cache_control: msgspec.Raw = msgspec.Raw()  # of no effect: prefixes are shared without being told
+    refusal: msgspec.Raw = msgspec.Raw()
+    image_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
+    video_url: msgspec.Raw = msgspec.Raw()
+    file: msgspec.Raw = msgspec.Raw()
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,20 +50,21 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     provider_specific_fields: Any = None  # litellm's notes on an answer, which it sends back: of no effect
 
 
-class CalledFunction(msgspec.Struct):
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_calls[].function`."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_calls[]`."""
 
     function: CalledFunction
     id: str | None = None
     type: str | None = None
     index: int | None = None  # of a stream
+    provider_specific_fields: Any = None  # litellm's notes, of no effect
 
 
 class _Kind(msgspec.Struct):
@@ -71,10 +79,10 @@ def turns(served: Served, messages: list[ChatMessage]) -> list[dict[str, Any]]:
     # A template that was never taught "developer" would drop or refuse it; its meaning is "system".
     knows_developer = "developer" in str(getattr(served.completer.template, "source", ""))
     history = History()
-    return [_turn(i, message, knows_developer, history) for i, message in enumerate(messages)]
+    return [_turn(i, message, knows_developer, history, served.reading) for i, message in enumerate(messages)]
 
 
-def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History) -> dict[str, Any]:
+def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History, reading: Reading) -> dict[str, Any]:
     where, role = f"messages[{i}]", message.role
     if role == "function":
         raise BadRequest(
@@ -105,7 +113,7 @@ def _turn(i: int, message: ChatMessage, knows_developer: bool, history: History)
         if thought := _reasoning(where, message):
             body["reasoning_content"] = thought
         if message.tool_calls:
-            body["tool_calls"] = _calls(where, message.tool_calls, history)
+            body["tool_calls"] = _calls(where, message.tool_calls, history, reading)
     return body
 
 
@@ -117,7 +125,7 @@ def _reasoning(where: str, message: ChatMessage) -> str | None:
     return old or new
 
 
-def _calls(where: str, items: list[msgspec.Raw], history: History) -> list[dict[str, Any]]:
+def _calls(where: str, items: list[msgspec.Raw], history: History, reading: Reading) -> list[dict[str, Any]]:
     if len(items) > MAX_CALLS:
         raise BadRequest(
             f"{where}.tool_calls has {len(items)} items: at most {MAX_CALLS} are taken", param=f"{where}.tool_calls"
@@ -132,7 +140,7 @@ def _calls(where: str, items: list[msgspec.Raw], history: History) -> list[dict[
                 param=f"{place}.type",
                 code="unsupported_content",
             )
-        call: ToolCall = at(place, raw, ToolCall)
+        call: ToolCall = at(place, raw, ToolCall, reading)
         text = arguments_text(f"{place}.function.arguments", call.function.arguments)
         made.append(history.called(f"{place}.function", call.id, call.function.name, text))
     return made

@@ -20,8 +20,10 @@ from quire.engine.constraints.schemas import blanks_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import SamplingParams
+from quire.server.reading import Reading
 
 MAX_PRIORITY = 2**31 - 1
+MAX_ITL = 60_000  # milliseconds between two tokens
 MAX_SALT = 256
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Raw = msgspec.Raw
@@ -150,6 +152,9 @@ class Sampling(Structured, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     receipts: bool | None = None
+    itl_slo_ms: float | None = None  # Quire's
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def params(self, vocab_size: int, **more: Any) -> SamplingParams:
         """SamplingParams, range-checked. `more` overrides what the request says."""
@@ -177,17 +182,18 @@ class Sampling(Structured, kw_only=True):
         }
         return sampling(asked | more, vocab_size)
 
-    def check(self) -> None:
+    def check(self, reading: Reading) -> None:
         """Rules between fields, and bounds that SamplingParams does not know."""
         options = self.stream_options
         if options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", param="stream_options")
         if options is not None and options.include_obfuscation:
-            raise BadRequest("include_obfuscation is not supported", param="stream_options.include_obfuscation")
-        if options is not None and options.continuous_usage_stats:
-            raise BadRequest("continuous_usage_stats is not supported", param="stream_options.continuous_usage_stats")
+            refusal = BadRequest("include_obfuscation is not supported", param="stream_options.include_obfuscation")
+            reading.excuse(refusal)
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise BadRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
+        if self.itl_slo_ms is not None and not 1 <= self.itl_slo_ms <= MAX_ITL:
+            raise BadRequest(f"itl_slo_ms must be between 1 and {MAX_ITL}", param="itl_slo_ms")
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT:
             raise BadRequest(f"cache_salt must have 1 to {MAX_SALT} characters", param="cache_salt")
         if self.request_id is not None and not _ID.fullmatch(self.request_id):
@@ -200,6 +206,11 @@ class Sampling(Structured, kw_only=True):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def counts_chunks(self) -> bool:
+        """Whether every chunk has the usage so far: vLLM's `continuous_usage_stats`, which load generators ask for."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -> Generation:
     """The internal request. Its id is ours alone: two clients may send the same request_id."""
@@ -208,6 +219,7 @@ def generation(request: Sampling, prompt: list[int], sampling: SamplingParams) -
         prompt=prompt,
         sampling=sampling,
         priority=request.priority or 0,
+        itl=(request.itl_slo_ms or 0.0) / 1000,
         namespace=request.cache_salt or "",
         constraint=request.constraint(),
     )

@@ -16,6 +16,7 @@ import msgspec
 from quire.chat.tools.types import TEXT, Tool
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
+from quire.server.reading import Reading
 from quire.server.shared.tools import NOTHING, Raw, at, tool
 
 SYNTAXES = ("lark", "regex")
@@ -63,17 +64,19 @@ def text_tool(where: str, name: str, description: str | None, grammar: Grammar |
     )
 
 
-def flat_format(where: str, raw: Raw) -> Grammar | None:
+def flat_format(where: str, raw: Raw, reading: Reading) -> Grammar | None:
     """`format` as the Responses API writes it: {"type": "grammar", "syntax": …, "definition": …}, or of type text."""
     if bytes(raw) in (b"", b"null"):
         return None
     given = at(where, raw, dict[str, Any])
     kind = given.pop("type", None)
     if kind == "text":
+        for name in given:
+            reading.unknown(name, ("type",), where)
         return None
     if kind != "grammar":
         raise BadRequest(f"{where}.type must be text or grammar", param=f"{where}.type")
-    return at(where, Raw(msgspec.json.encode(given)), Grammar)
+    return at(where, Raw(msgspec.json.encode(given)), Grammar, reading)
 
 
 def arguments_with(text: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 
 from quire.chat.tools.types import Tool, Tools
 from quire.observe.errors import BadRequest
+from quire.server.reading import STRICT, Reading
 from quire.server.served import Served
 from quire.server.shared import bodies
 
@@ -111,10 +112,10 @@ def _schema(where: str, raw: Raw) -> dict[str, Any] | None:
     return schema
 
 
-def at(where: str, raw: Raw, shape: Any) -> Any:
+def at(where: str, raw: Raw, shape: Any, reading: Reading = STRICT) -> Any:
     """`raw` as `shape`; a refusal names the place within the whole request."""
     try:
-        return bodies.decode(raw, shape)
+        return bodies.decode(raw, shape, where, reading)
     except BadRequest as error:
         if error.code == "invalid_json":
             said = error.message.replace("the body", where, 1)
@@ -177,22 +178,17 @@ def shown(tools: Tools) -> list[dict[str, Any]]:
     ]
 
 
-def check_callable(served: Served, tools: Tools, param: str = "tools") -> None:
-    """Refuse tools where the model has no way to call them."""
-    answers = served.completer.answer_format
-    if tools.tools and (answers is None or not answers.calls):
-        raise BadRequest(
-            f"{param}: {served.model.name} cannot call tools: its chat template has no place for them",
-            cure="leave them out, set tool_choice to none, or start the server with --chat-template FILE",
-            param=param,
-            code="unsupported_parameter",
-        )
+def told_in_words(served: Served) -> str | None:
+    """The note for an answer where tools go into the prompt in words; None where the model's template has a place for them."""
+    if not served.completer.prompts_tools:
+        return None
+    return f"tools: the chat template of {served.model.name} has no place for tools: they are described in the prompt (general prompt)"
 
 
 # OpenAI's shape
 
 
-def openai_tools(items: Sequence[Raw] | None) -> list[Tool]:
+def openai_tools(items: Sequence[Raw] | None, reading: Reading) -> list[Tool]:
     """`tools` as OpenAI and Ollama write them."""
     items = items or ()
     check_count(items)
@@ -201,12 +197,14 @@ def openai_tools(items: Sequence[Raw] | None) -> list[Tool]:
         where = f"tools[{i}]"
         kind = at(where, raw, Kind).type
         if kind not in (None, "function"):
-            raise BadRequest(
+            refusal = BadRequest(
                 f"{where}.type is {kind[:64]!r}: only function tools are supported",
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
-        given = at(where, raw, FunctionTool).function
+            reading.excuse(refusal)
+            continue
+        given = at(where, raw, FunctionTool, reading).function
         made.append(tool(f"{where}.function", given.name, given.description, given.parameters, given.strict))
     check_distinct(made, "tools[{}].function.name")
     return made
@@ -225,21 +223,21 @@ def chosen_by_word(tools: Sequence[Tool], raw: Raw, parallel: bool | None) -> To
     return choose(tools, word, parallel=parallel)
 
 
-def openai_choice(tools: Sequence[Tool], raw: Raw, parallel: bool | None) -> Tools:
+def openai_choice(tools: Sequence[Tool], raw: Raw, parallel: bool | None, reading: Reading) -> Tools:
     """`tool_choice` as chat completions write it, applied."""
     where = "tool_choice"
     if (worded := chosen_by_word(tools, raw, parallel)) is not None:
         return worded
     kind = at(where, raw, Kind).type
     if kind == "allowed_tools":
-        return _allowed(tools, at(where, raw, AllowedTools).allowed_tools, parallel)
+        return _allowed(tools, at(where, raw, AllowedTools, reading).allowed_tools, parallel)
     if kind not in (None, "function"):
         raise BadRequest(
             f"{where}.type is {kind[:64]!r}: it must be function or allowed_tools",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    return choose(tools, "named", at(where, raw, NamedTool).function.name, parallel)
+    return choose(tools, "named", at(where, raw, NamedTool, reading).function.name, parallel)
 
 
 def _allowed(tools: Sequence[Tool], allowed: Allowed, parallel: bool | None) -> Tools:

@@ -16,6 +16,7 @@ from quire.engine.constraints.grammar import JSON_SCHEMA, REGEX
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS, MAX_N, SamplingParams
+from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared import bodies
 from quire.server.shared.conversation import check_prompt, encode_text
@@ -64,7 +65,7 @@ class Parameters(msgspec.Struct, kw_only=True):
         warped = self.temperature not in (None, 1.0) or self.top_k not in (None, 0)
         return bool(self.do_sample) or warped or any(p not in (None, 1.0) for p in (self.top_p, self.typical_p))
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, reading: Reading) -> Constraint | None:
         """What the answer must be."""
         if self.grammar is None:
             return None
@@ -75,7 +76,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             text = _string(value, f"{name}.value") if value.startswith(b'"') else value.decode(errors="replace")
             return Constraint(kind=JSON_SCHEMA, text=text, param=name)
         if kind == "json_schema":
-            named = bodies.parse(self.grammar.value, Named, (), {})
+            named = bodies.parse(self.grammar.value, Named, (), {}, f"{name}.value", reading)
             return Constraint(kind=JSON_SCHEMA, text=bytes(named.schema).decode(errors="replace"), param=name)
         raise BadRequest(f"{name}.type must be json, regex or json_schema", param=f"{name}.type")
 
@@ -100,12 +101,12 @@ class CompatRequest(GenerateRequest, kw_only=True):
     stream: bool | None = None
 
 
-def read_parameters(raw: msgspec.Raw) -> Parameters:
+def read_parameters(raw: msgspec.Raw, reading: Reading) -> Parameters:
     """`parameters`, every one accounted for."""
     if bytes(raw) == b"null":
         return Parameters()
     try:
-        return bodies.parse(raw, Parameters, (), NEUTRAL)
+        return bodies.parse(raw, Parameters, (), NEUTRAL, "parameters", reading)
     except BadRequest as error:
         where = f"parameters.{error.param}" if error.param else "parameters"
         message = error.message if error.param is None else f"parameters: {error.message}"
@@ -177,7 +178,7 @@ async def generation(
     if not given:  # a default never refuses a prompt that leaves less room than itself
         room = served.info.context - len(prompt)
         sampling = msgspec.structs.replace(sampling, max_tokens=min(DEFAULT_NEW_TOKENS, room))
-    return Generation(secrets.token_hex(12), prompt, sampling, constraint=asked.constraint()), cut
+    return Generation(secrets.token_hex(12), prompt, sampling, constraint=asked.constraint(served.reading)), cut
 
 
 def _refused(name: str, value: object, why: str) -> BadRequest:

@@ -22,6 +22,7 @@ from quire.observe.errors import QuireError
 from quire.runner.params import MAX_N
 from quire.server import errors
 from quire.server.feed import Feed, News
+from quire.server.reading import Reading
 from quire.server.replies import EventStream, on_one_line, reply
 from quire.server.served import Served
 from quire.server.server import Server
@@ -95,7 +96,7 @@ def shape(error: QuireError) -> tuple[int, object]:
 async def _begin(
     server: Server, request: Request, asked: GenerateRequest, arrived: float, stream: bool
 ) -> tuple[Feed, Parameters, _Answer]:
-    wanted = parameters.read_parameters(asked.parameters)
+    wanted = parameters.read_parameters(asked.parameters, Reading(request.scope))
     served = await server.resolve(request, wanted.adapter_id or None, first=True)
     served.generates()
     parameters.check(wanted, stream)

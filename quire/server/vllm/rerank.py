@@ -79,7 +79,7 @@ def register(app: FastAPI, server: Server) -> None:
         }
         return reply(body)
 
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking"):
         app.add_api_route(path, rerank, methods=["POST"], response_model=None)
 
 
@@ -88,7 +88,7 @@ COMPAT = (
         dialect="OpenAI, with vLLM's fields",
         method="POST",
         path="/v1/rerank",
-        what="Also `/rerank` and `/v2/rerank`. Of a model that scores pairs or embeds.",
+        what="Also `/rerank`, `/v2/rerank`, `/reranking` and `/v1/reranking`. Of a model that scores pairs or embeds.",
         fields=(
             Fields(
                 shape=RerankRequest,

@@ -165,7 +165,7 @@ def _conversation(served: Served, asked: TokenizeRequest | ApplyRequest) -> conv
     """The conversation that a request has."""
     return conversation.Conversation(
         turns(served, asked.messages or []),
-        choose(openai_tools(asked.tools), None),
+        choose(openai_tools(asked.tools, served.reading), None),
         template_kwargs(asked.chat_template_kwargs),
         asked.add_generation_prompt is not False,
         bool(asked.continue_final_message),

@@ -125,8 +125,15 @@ async def test_half_characters_wait():
     a, b = ids("é")
     made, _ = completer([Event(id="", tokens=[a]), Event(id="", tokens=[b]), finish()])
     assert [c.text for c in await collect(made, generation())] == ["", "é", ""]
-    made, _ = completer([Event(id="", tokens=[a]), finish()])
+    made, _ = completer(
+        [Event(id="", tokens=[a]), finish("stop")]
+    )  # the model ended there: these bytes are no character
     assert "".join(c.text for c in await collect(made, generation())) == "\ufffd"
+    for cut in ("length", "abort"):  # the next token might have been the rest: the text ends before it
+        made, _ = completer([word("x"), Event(id="", tokens=[a]), finish(cut)])
+        chunks = await collect(made, generation())
+        assert "".join(c.text for c in chunks) == "x"
+        assert [t for c in chunks for t in c.tokens] == [*ids("x"), a]  # and the token is reported
 
 
 async def test_the_end_token_is_not_text_but_is_reported():

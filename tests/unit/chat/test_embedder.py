@@ -62,6 +62,17 @@ async def test_a_long_text_is_refused_or_cut_as_asked(tmp_path: Path):
         [one] = await embedder.embed([text], truncate=True)
         assert (one.tokens, one.cut) == (12, 20)
         np.testing.assert_allclose(one.vector, wanted(model, theirs, text, 12), atol=2e-5)
+        for most, ends in ((8, False), (8, True), (3, True)):
+            theirs.truncation_side = "left" if ends else "right"
+            [one] = await embedder.embed([text], most=most, ends=ends)
+            assert (one.tokens, one.cut) == (most, 32 - most)
+            np.testing.assert_allclose(one.vector, wanted(model, theirs, text, most), atol=2e-5)
+        ids = list(range(5, 12))
+        for ends, kept in ((False, ids[:4]), (True, ids[-4:])):
+            [one], [same] = await embedder.embed([ids], most=4, ends=ends), await embedder.embed([kept])
+            assert one.vector.tobytes() == same.vector.tobytes() and one.cut == 3
+        with pytest.raises(BadRequest, match="leave none for the text"):
+            await embedder.embed([text], most=2)
         with pytest.raises(BadRequest, match="13"):
             await embedder.embed([[5] * 13])
         [one] = await embedder.embed([[5] * 13], truncate=True)

@@ -54,11 +54,11 @@ def test_every_option_reaches_its_setting(started: list[Any], tmp_path: Path, mo
     template, adapter = tmp_path / "t.jinja", tmp_path / "a.gguf"
     template.write_text("{{ messages }}")
     adapter.touch()
-    own = "--host ::1 --port 7 --name mine --task generate --max-waiting 9 --runtime-lora --max-loras 3 --max-lora-rank 5 "
+    own = "--host ::1 --port 7 --name mine --task generate --max-waiting 9 --ttft-slo 700 --runtime-lora --max-loras 3 --max-lora-rank 5 "
     own += "--drain-seconds 1.5 --hang-seconds 2.5 --max-body 1MiB --allowed-host a --allowed-host b --cors-origin c "
     own += f"--no-log-requests --state-dir none --max-file 2MiB --batch-lines 4 --chat-template {template} --lora x={adapter} "
     own += "--backend torch --device cpu --dtype float32 --quantize int8 --deterministic --threads 6 --kv-memory 3MiB "
-    own += "--kv-dtype int8 --context 64 --max-seqs 8 --max-batch-tokens 16 --no-prefix-cache --speculate ngram --draft-tokens 2"
+    own += "--kv-dtype int8 --context 64 --max-seqs 8 --max-batch-tokens 16 --no-prefix-cache --speculate ngram --draft-tokens 2 --itl-slo 40"
     done = run("smollm2", *own.split())
     assert done.exit_code == 0, done.output
     _, server, engine = started
@@ -66,7 +66,7 @@ def test_every_option_reaches_its_setting(started: list[Any], tmp_path: Path, mo
         path="", name="mine", task="generate", max_waiting=9, runtime_lora=True, max_loras=3, max_lora_rank=5, isa="avx2",
         loras=(("x", str(adapter)),), backend="torch", device="cpu", dtype="float32", quantize="int8", deterministic=True, threads=6,
         kv_memory=3 << 20, kv_dtype="int8", context=64, max_seqs=8, max_batch_tokens=16, prefix_cache=False,
-        speculate="ngram", draft_tokens=2,
+        speculate="ngram", draft_tokens=2, itl_slo=40, ttft_slo=700,
     )  # fmt: skip
     assert server == ServerConfig(
         host="::1", port=7, api_key="k", max_body=1 << 20, chat_template=str(template), drain_seconds=1.5, hang_seconds=2.5,

@@ -123,6 +123,10 @@ class FakeCompleter:
         self.most = 0  # that ran at a time
         self.aborted = 0
 
+    @property
+    def prompts_tools(self) -> bool:
+        return self.answer_format is None or not self.answer_format.calls
+
     async def encode_prompt(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
@@ -236,14 +240,19 @@ def service_over(completer: FakeCompleter, config: ServerConfig | None = None) -
 
 @asynccontextmanager
 async def client_for(
-    completer: FakeCompleter | None = None, config: ServerConfig | None = None, service: Server | None = None
+    completer: FakeCompleter | None = None,
+    config: ServerConfig | None = None,
+    service: Server | None = None,
+    *,
+    strict: bool = False,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client wired straight into the app."""
+    """An HTTP client wired straight into the app. A strict one's requests want unknown fields refused."""
     config = config or ServerConfig()
     service = service or service_over(completer or FakeCompleter(), config)
     app = create_app(config, service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url=URL, trust_env=False) as client:
+    headers = {"x-quire-strict": "true"} if strict else {}
+    async with httpx.AsyncClient(transport=transport, base_url=URL, trust_env=False, headers=headers) as client:
         yield client
 
 

@@ -21,7 +21,7 @@ IDS = [f"{e.method} {e.path}" for e in WITH_FIELDS]
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "compat.md"
 ASKS = {"x": 1}  # no neutral value is this
 # Routes without a body that stand on no page of the table, or whose body is not JSON.
-PLAIN = {"/health", "/ready", "/version", "/metrics", "/debug/steps"}
+PLAIN = {"/live", "/health", "/ready", "/version", "/metrics", "/debug/steps"}
 
 
 def test_the_page_is_what_the_table_writes():
@@ -132,7 +132,7 @@ async def test_what_has_no_effect_is_taken_with_any_value(endpoint: Endpoint, ro
 
 @pytest.mark.parametrize(("endpoint", "rows"), rows_of(HONOURED))
 async def test_null_is_the_default_and_an_unknown_field_is_named(endpoint: Endpoint, rows: list[Row]):
-    async with client_for(FakeCompleter(context=1000)) as http:
+    async with client_for(FakeCompleter(context=1000), strict=True) as http:
         r = await send(http, endpoint, body_with(endpoint, Row("surprise", HONOURED), 1))
         assert r.status_code in (400, 422) and "surprise" in r.text, r.text
         needed = set(endpoint.example)

@@ -39,7 +39,7 @@ async def test_every_route_needs_the_key_but_the_probes():
                 assert (r.status_code, r.json()["error"]["type"]) == (401, "authentication_error")
                 assert with_key.status_code != 401
                 continue
-            if path in ("/health", "/ready"):
+            if path in ("/live", "/health", "/ready"):
                 assert r.status_code == 200, path
             else:
                 assert r.status_code == 401, path

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import h11
 import pytest
 import uvicorn
 
 from quire.config import ServerConfig
 from quire.observe.errors import BadRequest
-from quire.server import lifecycle, middleware
+from quire.server import connections, lifecycle, middleware
 from quire.server.app import create_app
 from quire.server.shared import bodies
 from tests.effort import at_most
@@ -30,7 +31,7 @@ PATIENCE = 15  # seconds: less than the limits that a test has to see at work
 async def serving(completer: FakeCompleter) -> AsyncIterator[int]:
     """The app behind uvicorn as `quire serve` sets it up, in this loop."""
     app = create_app(ServerConfig(), service_over(completer))
-    config = uvicorn.Config(app, http=lifecycle._Protocol, lifespan="off", log_config=None, ws="none")
+    config = uvicorn.Config(app, http=connections.protocol(), lifespan="off", log_config=None, ws="none")
     http = lifecycle._Http(config)
     sock = lifecycle.bind("127.0.0.1", 0)
     task = asyncio.create_task(http.serve(sockets=[sock]))
@@ -133,6 +134,76 @@ async def test_every_bad_body_is_refused_while_a_stream_flows():
     assert len(gaps) > 20 and max(gaps) < LONGEST, max(gaps)
 
 
+def crumbs(body: bytes) -> bytes:
+    """A chunked body, a byte a chunk."""
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+
+async def test_bodies_in_chunks_of_one_byte_do_not_hold_others_up():
+    """Whole buffers of chunks are parsed a few at a time, and the stream beside them is served between two turns."""
+    completer = FakeCompleter(answer="x" * 60)
+    completer.delay = 0.01
+    gaps: list[float] = []
+    stop = asyncio.Event()
+    body = chat() + b" " * 30_000
+    async with serving(completer) as port:
+        stream = asyncio.create_task(honest(port, gaps, stop))
+        try:
+            sent = [exchange(port, head(CHAT, None) + crumbs(body)) for _ in range(3)]
+            answers = await asyncio.gather(*sent)
+            longest = max(gaps)
+            status, answer, _ = await exchange(port, head(CHAT, None) + crumbs(body))  # of one alone, after others
+        finally:
+            stop.set()
+            await asyncio.wait_for(stream, 20)
+    assert {status for status, _, _ in answers} == {200} == {status}
+    assert answer["choices"][0]["message"]["content"] == "x" * 60
+    assert longest < 0.15, longest  # a whole buffer of the socket takes 0.7 seconds
+
+
+async def test_a_body_in_too_many_chunks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "MAX_PIECES", 500)
+    async with serving(FakeCompleter()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(CHAT, None) + crumbs(b" " * 600))
+        told = await asyncio.wait_for(reader.read(), PATIENCE)
+        assert told.startswith(b"HTTP/1.1 400 ") and b"too many too small chunks" in told
+        writer.close()
+        body = chat() + b" " * 200_000  # as many chunks, and larger ones
+        pieces = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in (body[i : i + 300] for i in range(0, len(body), 300)))
+        status, _, _ = await exchange(port, head(CHAT, None) + pieces + b"0\r\n\r\n")
+        assert status == 200
+        for _ in range(2):  # requests of one connection are counted apart
+            status, _, _ = await exchange(port, head(CHAT, None) + crumbs(chat() + b" " * 350))
+            assert status == 200
+
+
+def test_what_waits_to_be_parsed_is_not_read_further():
+    """A handler that asks for more of a body reads no more from the socket while chunks wait: ours would grow with what a client sends."""
+
+    class Transport(asyncio.Transport):
+        reads = True
+
+        def pause_reading(self) -> None:
+            self.reads = False
+
+        def resume_reading(self) -> None:
+            self.reads = True
+
+    parser, transport = connections._Parser(h11.SERVER), Transport()
+    flow = connections._Flow(transport, parser)
+    parser.receive_data(head(CHAT, None) + crumbs(b"x" * (connections.PIECES + 1)))
+    while parser.next_event() is not h11.PAUSED:
+        pass
+    flow.pause_reading()
+    flow.resume_reading()
+    assert not transport.reads
+    parser.more()
+    flow.resume_reading()
+    assert transport.reads
+    assert isinstance(parser.next_event(), h11.Data) and isinstance(parser.next_event(), h11.EndOfMessage)
+
+
 @pytest.mark.parametrize(
     ("path", "shape"),
     [
@@ -165,7 +236,7 @@ async def test_a_slow_body_that_comes_is_taken(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_a_head_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lifecycle, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     body = chat()
     async with serving(FakeCompleter()) as port:
         for pieces in ([b""], [b"POST "], [b"PO", b"ST"]):
@@ -182,7 +253,7 @@ async def test_a_head_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lifecycle, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
     completer = FakeCompleter(answer="x" * 30)
     completer.delay = 0.02
     body = chat()

@@ -103,7 +103,10 @@ def _status(live: Live, path: str) -> int:
 
 def test_probes_while_loading_and_the_run_file(start: Callable[..., Live]):
     live = start(load=1.5, wait=False)
-    wait_for(lambda: _status(live, "/health") == 200)
+    wait_for(lambda: _status(live, "/live") == 200)
+    health = live.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "loading")
+    assert health.json()["error"]["message"] == "Loading model"  # as llama-server says it
     ready = live.get("/ready")
     assert ready.status_code == 503
     assert ready.json() == {"status": "loading", "model": MODEL, "detail": "pretending"}
@@ -115,6 +118,7 @@ def test_probes_while_loading_and_the_run_file(start: Callable[..., Live]):
     note = json.loads((live.home / "run" / f"{live.process.pid}.json").read_text())
     assert (note["pid"], note["port"], note["model"]) == (live.process.pid, live.port, MODEL)
     wait_for(lambda: _status(live, "/ready") == 200)
+    assert live.get("/health").json() == {"status": "ok"}
     assert live.post().status_code == 200
     live.process.send_signal(signal.SIGTERM)
     assert live.process.wait(10) == 0
@@ -123,7 +127,7 @@ def test_probes_while_loading_and_the_run_file(start: Callable[..., Live]):
 
 def test_sigterm_while_loading_ends_at_once(start: Callable[..., Live]):
     live = start(load=60, wait=False)
-    wait_for(lambda: _status(live, "/health") == 200)
+    wait_for(lambda: _status(live, "/live") == 200)
     live.process.send_signal(signal.SIGTERM)
     assert live.process.wait(20) == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -38,6 +40,11 @@ VLLM = {
     "vllm:request_generation_tokens": "histogram",
     "vllm:request_params_n": "histogram",
     "vllm:request_params_max_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_prefill_kv_computed_tokens": "histogram",
+    "vllm:prompt_tokens_by_source": "counter",
+    "vllm:prompt_tokens_cached": "counter",
+    "vllm:num_requests_waiting_by_reason": "gauge",
     "vllm:cache_config_info": "gauge",
 }
 
@@ -86,6 +93,11 @@ async def test_the_engines_own_numbers():
     assert scrape.value("vllm:num_requests_running") == 3
     assert scrape.value("vllm:num_requests_waiting") == 4
     assert scrape.value("quire_num_requests_loading") == 1
+    waiting = {
+        reason: scrape.value("vllm:num_requests_waiting_by_reason", reason=reason)
+        for reason in ("capacity", "deferred")
+    }
+    assert waiting == {"capacity": 3, "deferred": 1}
     assert scrape.value("vllm:kv_cache_usage_perc") == 0.25
     assert scrape.value("vllm:prompt_tokens_total") == 11
     assert scrape.value("vllm:generation_tokens_total") == 12
@@ -120,6 +132,8 @@ async def test_what_requests_leave_behind():
     assert scrape.value("vllm:e2e_request_latency_seconds_count") == 3
     assert scrape.value("vllm:request_generation_tokens_sum") == 39
     assert scrape.value("vllm:request_prompt_tokens_sum") == 24
+    assert scrape.value("vllm:request_max_num_generation_tokens_count") == 2  # two answers to one prompt count once
+    assert scrape.value("vllm:request_max_num_generation_tokens_sum") == 13 + 13
     assert abs(scrape.value("vllm:request_queue_time_seconds_sum") - 0.03) < 1e-9
     assert abs(scrape.value("vllm:request_inference_time_seconds_sum") - 0.15) < 1e-9
     assert scrape.value("vllm:request_params_n_count") == 4
@@ -128,6 +142,23 @@ async def test_what_requests_leave_behind():
     assert scrape.value("quire_http_requests_total", route=CHAT, status="200") == 2
     assert scrape.value("quire_http_requests_total", route=CHAT, status="429") == 1
     assert scrape.value("quire_http_requests_total", route="other", status="404") == 2  # no label per invented path
+
+
+def test_prompt_tokens_by_where_they_came_from():
+    metrics = Metrics()
+    model = metrics.model("m", context=1000, page_size=16, pages=1, snapshot=Stats)
+    times = {"e2e": 1.0, "queue": 0.0, "prefill": 0.5, "decode": 0.5}
+    model.finished("stop", prompt=100, output=5, cached=64, loaded=48, **times)
+    model.finished("stop", prompt=10, output=5, **times)
+    scrape = Scrape(metrics.render().decode())
+    name = "vllm:prompt_tokens_by_source_total"
+    assert scrape.value(name, source="local_compute") == 36 + 10
+    assert scrape.value(name, source="local_cache_hit") == 16
+    assert scrape.value(name, source="external_kv_transfer") == 48
+    assert scrape.value("vllm:prompt_tokens_cached_total") == 64
+    assert scrape.value("vllm:request_prefill_kv_computed_tokens_sum") == 46
+    if sys.platform == "linux":
+        assert scrape.value("process_resident_memory_bytes") > 1 << 20
 
 
 def test_bucket_edges():

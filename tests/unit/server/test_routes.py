@@ -11,7 +11,7 @@ from quire import __version__
 from quire.config import ServerConfig
 from quire.engine.types import EngineInfo
 from quire.server.app import create_app
-from quire.server.served import Model, fingerprint
+from quire.server.served import Model, Progress, fingerprint
 from quire.server.server import Server
 from tests.unit.server.fakes import MODEL, FakeCompleter, client_for, service_over
 
@@ -21,6 +21,7 @@ CHAT = "/v1/chat/completions"
 
 async def test_probes_and_version():
     async with client_for() as http:
+        assert (await http.get("/live")).json() == {"status": "ok"}
         assert (await http.get("/health")).json() == {"status": "ok"}
         assert (await http.get("/ready")).json() == {"status": "ready", "model": MODEL}
         assert (await http.get("/version")).json() == {"version": __version__}
@@ -54,12 +55,15 @@ async def test_stages():
             return r.status_code, r.json()["status"]
 
         assert await stage() == (503, "loading")
+        assert (await http.get("/live")).status_code == 200
+        assert (await http.get("/health")).status_code == 503
         r = await http.post("/tokenize", json={"prompt": "x"})
         assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
         service.attach(service.models.first, completer.client, completer)
         assert await stage() == (200, "ready")
         completer.client.alive = False
         assert await stage() == (503, "restarting")
+        assert (await http.get("/health")).status_code == 200  # it has loaded once, and it comes back
         r = await http.post(CHAT, json=HI)
         assert r.status_code == 503
         assert r.headers["retry-after"]
@@ -92,10 +96,62 @@ async def test_an_engine_that_stays_down_is_told_with_the_reason():
         r = await http.post(CHAT, json=HI)
         assert r.status_code == 503 and "6 times" in r.json()["error"]["message"]
         assert "start the server again" in r.json()["error"]["message"]
+        r = await http.get("/health")
+        assert (r.status_code, r.json()["status"]) == (503, "failed") and "retry-after" not in r.headers
         # The probe needs no key: what a stranger must not see stays in the log.
         client.why = "/srv/models/secret.gguf: tensor 'x' is broken; it died 6 times within a minute"
         assert (await http.get("/ready")).json()["detail"] == "the server's log has the cause"
-        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/live")).status_code == 200
+
+
+async def test_when_to_ask_again_goes_by_how_far_loading_is():
+    now = 100.0
+    progress = Progress(lambda: now)
+    assert progress.left() is None  # nothing has begun
+    progress.begin()
+    assert progress.left() == 1.0  # nobody can say more yet
+    now += 6
+    progress.note(3, 12)
+    assert progress.left() == 18.0
+    now += 6
+    progress.note(12, 12)
+    assert progress.left() == 1.0
+    progress.end()
+    progress.begin()  # again, as an engine does that died: it takes as long as before
+    now += 4
+    assert progress.left() == 8.0
+    service = Server(ServerConfig(), [Model(MODEL)])
+    model = service.models.first
+    model.loading = progress
+    async with client_for(service=service) as http:
+        for refused in (await http.post(CHAT, json=HI), await http.get("/ready"), await http.get("/health")):
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "8")
+
+
+async def test_routes_without_v1_are_the_same():
+    async with client_for() as http:
+        assert (await http.get("/models")).json() == (await http.get("/v1/models")).json()
+        assert (await http.post("/chat/completions", json=HI)).json()["object"] == "chat.completion"
+        assert (await http.post("/responses", json={"input": "hi"})).json()["object"] == "response"
+        refused = await http.post("/embeddings", json={"input": "hi", "nonsense": 1})
+        assert (
+            refused.json()["error"]["param"]
+            == (await http.post("/v1/embeddings", json={"input": "hi", "nonsense": 1})).json()["error"]["param"]
+        )
+
+
+async def test_any_model_name_is_answered_by_the_first_where_that_was_asked_for():
+    completer = FakeCompleter()
+    ask = HI | {"model": "gpt-4o"}
+    async with client_for(service=service_over(completer)) as http:
+        assert (await http.post(CHAT, json=ask)).status_code == 404
+    service = Server(ServerConfig(any_model_name=True), [Model(MODEL)])
+    service.attach(service.models.first, completer.client, completer)
+    async with client_for(service=service) as http:
+        told = (await http.post(CHAT, json=ask)).json()
+        assert told["model"] == MODEL  # who answered, not who was asked for
+        assert (await http.post("/api/chat", json=ask | {"stream": False})).json()["model"] == MODEL
+        assert [m["id"] for m in (await http.get("/v1/models")).json()["data"]] == [MODEL]
 
 
 async def test_models():

@@ -36,6 +36,10 @@ class Searching(Protocol):
         """The tools that the next search finds."""
         ...
 
+    def told(self) -> dict[str, Any]:
+        """Quire's own fields about the prompts that searches made."""
+        ...
+
 
 class Answer:
     """One response. `body` is the object without its output; `prompt` counts the tokens of its input."""
@@ -118,6 +122,10 @@ class Answer:
             raise QuireError("the model wrote no summary", cure="try again, or go on with the conversation as it is")
         if self._compacts and self._finish == "length":
             self._note(f"the summary was cut after {self._tokens} tokens")
+        if self._searches is not None and (told := self._searches.told()):
+            for note in told.pop("notes"):
+                self._note(note)
+            self._body["quire"] |= told
         if not self._items and self._open is None:
             yield from self._switch("message")
         yield from self._close("incomplete" if cut or self._half_a_call() else "completed")

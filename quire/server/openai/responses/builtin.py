@@ -24,6 +24,7 @@ from quire.server.openai.responses.calls import (
     SHELL,
     Known,
 )
+from quire.server.reading import Reading
 from quire.server.shared.texts import flat_format, text_tool
 from quire.server.shared.tools import NOTHING, Kind, Raw, at, tool
 
@@ -90,22 +91,24 @@ class Entry:
     deferred: bool = False  # shown once a search has found it
 
 
-def read(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> Entry:
-    """A tool, checked. `notes` are told what has no effect."""
+def read(where: str, raw: Raw, space: str | None, notes: dict[str, str], reading: Reading) -> Entry | None:
+    """A tool, checked; none, where one that cannot be here is excused. `notes` are told what has no effect."""
     kind = at(where, raw, Kind).type
     allowed = (FUNCTION, CUSTOM) if space is not None else TYPES
     if kind not in allowed:
-        raise BadRequest(
+        refusal = BadRequest(
             f"{where}.type is {str(kind)[:64]!r}: it must be {' or '.join(allowed)}",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    return _READERS[kind](where, raw, space, notes)
+        reading.excuse(refusal)
+        return None
+    return _READERS[kind](where, raw, space, notes, reading)
 
 
-def _function(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> Entry:
-    given = at(where, raw, FunctionTool)
-    _hints(where, given, notes)
+def _function(where: str, raw: Raw, space: str | None, notes: dict[str, str], reading: Reading) -> Entry:
+    given = at(where, raw, FunctionTool, reading)
+    _hints(where, given, notes, reading)
     made = tool(where, given.name, given.description, given.parameters, given.strict)
     told: dict[str, Any] = {
         "type": FUNCTION,
@@ -120,10 +123,10 @@ def _function(where: str, raw: Raw, space: str | None, notes: dict[str, str]) ->
     return _entry(where, Known(FUNCTION, made.name, space), made, told, given.defer_loading)
 
 
-def _custom(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> Entry:
-    given = at(where, raw, CustomTool)
-    _hints(where, given, notes)
-    grammar = flat_format(f"{where}.format", given.format)
+def _custom(where: str, raw: Raw, space: str | None, notes: dict[str, str], reading: Reading) -> Entry:
+    given = at(where, raw, CustomTool, reading)
+    _hints(where, given, notes, reading)
+    grammar = flat_format(f"{where}.format", given.format, reading)
     made = text_tool(where, given.name, given.description, grammar)
     shape = {"type": "text"} if grammar is None else {"type": "grammar", **msgspec.structs.asdict(grammar)}
     about = {} if given.description is None else {"description": given.description}
@@ -135,30 +138,33 @@ def _entry(where: str, known: Known, made: Tool, told: dict[str, Any], deferred:
     return Entry(where, known, made, told | ({"defer_loading": True} if deferred else {}), bool(deferred))
 
 
-def _hints(where: str, given: FunctionTool | CustomTool | ShellTool, notes: dict[str, str]) -> None:
+def _hints(where: str, given: FunctionTool | CustomTool | ShellTool, notes: dict[str, str], reading: Reading) -> None:
     if given.allowed_callers is not None and "direct" not in given.allowed_callers:
         place = f"{where}.allowed_callers"
-        raise BadRequest(
+        refusal = BadRequest(
             f"{place}: only programs may call it, and none run here",
             cure="allow direct",
             param=place,
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
     if getattr(given, "async_", None):
         notes[f"{where}.async"] = "every call waits for its result"
 
 
-def _shell(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> Entry:
-    given = at(where, raw, ShellTool)
-    _hints(where, given, notes)
+def _shell(where: str, raw: Raw, space: str | None, notes: dict[str, str], reading: Reading) -> Entry | None:
+    given = at(where, raw, ShellTool, reading)
+    _hints(where, given, notes, reading)
     place = (given.environment or {}).get("type", "local")
     if place != "local":
-        raise BadRequest(
+        refusal = BadRequest(
             f"{where}.environment.type is {str(place)[:64]!r}: there are no containers here",
             cure='send {"type": "local"}, and run the commands yourself',
             param=f"{where}.environment.type",
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
+        return None
     description, parameters = _BUILT_IN[given.type]
     made = Tool(given.type, description, parameters, True)
     told: dict[str, Any] = {"type": given.type}
@@ -172,8 +178,8 @@ def _shell(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> En
     return _entry(where, Known(given.type, given.type), made, told, False)
 
 
-def _search(where: str, raw: Raw, space: str | None, notes: dict[str, str]) -> Entry:
-    given = at(where, raw, SearchTool)
+def _search(where: str, raw: Raw, space: str | None, notes: dict[str, str], reading: Reading) -> Entry:
+    given = at(where, raw, SearchTool, reading)
     execution = given.execution or "server"
     if execution not in ("server", "client"):
         raise BadRequest(f"{where}.execution must be server or client", param=f"{where}.execution")

@@ -18,12 +18,12 @@ _NOTES = SAMPLING | {
     "instructions": "of this request alone",
     "previous_response_id": "a stored response that is over",
     "text": "`format` is enforced: `text`, `json_object` or `json_schema`; `verbosity` has no effect, and the answer says so",
-    "tools": "functions, custom tools with their grammars, namespaces, shells, `apply_patch`, `tool_search`; up to 1024 in all, of a model whose template has tools; web search and image generation are left out, and the answer says so",
+    "tools": "functions, custom tools with their grammars, namespaces, shells, `apply_patch`, `tool_search`; up to 1024 in all, described in the prompt where the template has no place for them; web search and image generation are left out, and the answer says so",
     "tool_choice": "`none`, `auto`, `required`, a tool or `allowed_tools`; a demanded call is enforced; what is left out cannot be demanded",
     "parallel_tool_calls": "false: at most one call, enforced",
     "reasoning": "`effort` as the template can be told it, `summary`; where the model has no place for them the answer says so",
     "context_management": "nothing is compacted by itself; over the threshold the answer says so",
-    "truncation": "only disabled: nothing is ever cut",
+    "truncation": "`auto` leaves out the oldest items of a conversation that does not fit, and tells; `disabled` refuses it",
     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others ask for parts of tools that are not here",
     "top_logprobs": "0 to 20; needs `include`",
@@ -45,7 +45,7 @@ COMPAT = (
         dialect="OpenAI",
         method="POST",
         path=PATH,
-        what="With vLLM's sampling fields. See responses.md, also for `/v1/responses/{response}`, `/v1/responses/{response}/cancel` and "
+        what="Also `/responses`. With vLLM's sampling fields. See responses.md, also for `/v1/responses/{response}`, `/v1/responses/{response}/cancel` and "
         "`/v1/responses/{response}/input_items`.",
         fields=(Fields(shape=ResponseRequest, ignored=IGNORED, neutral=NEUTRAL, refused=ELSEWHERE, notes=_NOTES),),
         example={"input": "hi"},

@@ -15,7 +15,9 @@ from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.openai import metadata
+from quire.server.reading import Reading
 from quire.server.shared import bodies
+from quire.server.shared.bodies import Body
 from quire.server.shared.sampling import Sampling
 from quire.server.shared.tools import NOTHING, Raw, at
 
@@ -46,6 +48,8 @@ ELSEWHERE = {
     "prompt_logprobs": (0, "use /v1/chat/completions"),
     "return_token_ids": (True, "use /v1/chat/completions"),
     "request_id": ("x", "ids are the server's own here"),
+    "truncate_prompt_tokens": (5, "send truncation: auto"),
+    "truncation_side": ("left", "send truncation: auto"),
 }
 # Values of fields that are hints: known ones are taken, and the answer says which have no effect.
 VERBOSITIES = ("medium", "low", "high")
@@ -178,48 +182,46 @@ CompactRequest = msgspec.defstruct(
 )
 
 
-def parse_count(body: bytes) -> ResponseRequest:
+def parse_count(body: Body) -> ResponseRequest:
     """A request to count, as the response that it would be."""
     counted = bodies.parse(body, CountRequest, IGNORED, NEUTRAL)
-    return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}))
+    return _checked(ResponseRequest(**{name: getattr(counted, name) for name in COUNTED}), body.reading)
 
 
-def parse(body: bytes) -> ResponseRequest:
+def parse(body: Body) -> ResponseRequest:
     """The request, every field of it accounted for."""
-    return _checked(bodies.parse(body, ResponseRequest, IGNORED, NEUTRAL))
+    return _checked(bodies.parse(body, ResponseRequest, IGNORED, NEUTRAL), body.reading)
 
 
-def parse_compact(body: bytes) -> ResponseRequest:
+def parse_compact(body: Body) -> ResponseRequest:
     """A request to compact, as the response that would."""
     given = bodies.parse(body, CompactRequest, IGNORED, NEUTRAL)
-    return _checked(ResponseRequest(**{name: getattr(given, name) for name in COMPACTED}, store=False))
+    return _checked(ResponseRequest(**{name: getattr(given, name) for name in COMPACTED}, store=False), body.reading)
 
 
-def _checked(asked: ResponseRequest) -> ResponseRequest:
+def _checked(asked: ResponseRequest, reading: Reading) -> ResponseRequest:
     for name, (_, cure) in ELSEWHERE.items():
         value = getattr(asked, name)
         if value is not None and value is not False and not (name == "n" and value == 1):
-            raise BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
+            refusal = BadRequest(f"{name} is not for this route", cure=cure, param=name, code="unsupported_parameter")
+            reading.excuse(refusal)
+            setattr(asked, name, None)
     for entry in asked.context_management or ():
-        only("context_management.type", entry.type, "compaction")
-    if asked.truncation not in (None, "disabled"):
-        raise BadRequest(
-            "truncation is not supported: the only accepted value is disabled, because nothing is cut here",
-            param="truncation",
-            code="unsupported_parameter",
-        )
+        only(reading, "context_management.type", entry.type, "compaction")
+    if asked.truncation not in (None, "auto", "disabled"):
+        raise BadRequest("truncation must be auto or disabled", param="truncation")
     if asked.text is not None:
-        only("text.verbosity", asked.text.verbosity, *VERBOSITIES)
+        only(reading, "text.verbosity", asked.text.verbosity, *VERBOSITIES)
         format_of(asked.text.format)
     if asked.reasoning is not None:
-        only("reasoning.context", asked.reasoning.context, "auto", "all_turns")
-        only("reasoning.mode", asked.reasoning.mode, "standard")
+        only(reading, "reasoning.context", asked.reasoning.context, "auto", "all_turns")
+        only(reading, "reasoning.mode", asked.reasoning.mode, "standard")
     return asked
 
 
-def check(asked: ResponseRequest) -> None:
+def check(asked: ResponseRequest, reading: Reading) -> None:
     """Rules between fields."""
-    asked.check()
+    asked.check(reading)
     metadata.check(asked.metadata)
     for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
         value = getattr(asked, name)
@@ -240,19 +242,20 @@ def check(asked: ResponseRequest) -> None:
         )
     if asked.max_tool_calls is not None and asked.max_tool_calls < 1:
         raise BadRequest("max_tool_calls must be at least 1", param="max_tool_calls")
-    only("service_tier", asked.service_tier, *TIERS)
+    only(reading, "service_tier", asked.service_tier, *TIERS)
     if asked.background and not asked.stored:
         raise BadRequest("background needs store to be true: nobody could ask for the answer", param="background")
-    only("reasoning.summary", asked.summary, *SUMMARIES)
+    only(reading, "reasoning.summary", asked.summary, *SUMMARIES)
 
 
-def only(name: str, value: str | None, *allowed: str) -> None:
+def only(reading: Reading, name: str, value: str | None, *allowed: str) -> None:
     if value is not None and value not in allowed:
-        raise BadRequest(
+        refusal = BadRequest(
             f"{name} is not supported: the only accepted value is {' or '.join(allowed)}",
             param=name,
             code="unsupported_parameter",
         )
+        reading.excuse(refusal)
 
 
 def format_of(asked: TextFormat | None) -> Constraint | None:

@@ -1,4 +1,4 @@
-"""The response object of the Responses API before anything has happened: what it repeats of its request, and what it says had no effect."""
+"""The response object of the Responses API before anything has happened: what it repeats of its request, and what it tells of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import time
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
+from quire.server import ignored
 from quire.server.openai.responses.fields import schema_of
 from quire.server.openai.responses.request import Prepared
 from quire.server.served import Served
 from quire.server.shared import conversation
+from quire.server.shared.fitting import HEADER
 
 
 def head(served: Served, ready: Prepared, temperature: float, top_p: float) -> dict[str, Any]:
@@ -55,13 +58,20 @@ def head(served: Served, ready: Prepared, temperature: float, top_p: float) -> d
         "tools": ready.tools.told,
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         **({} if asked.user is None else {"user": asked.user}),
-        **without_effect(ready),
     }
 
 
-def without_effect(ready: Prepared) -> dict[str, Any]:
-    """What the request asked for and got nothing of, for its answer; no word of it where there is nothing."""
-    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()]
-    return {"quire": {"notes": notes}} if notes else {}
+def told(ready: Prepared, scope: Scope) -> dict[str, Any]:
+    """What the request asked for and got nothing of, and what became of its conversation, for the answer; no word of it where there is
+    nothing. A response is kept with its notes."""
+    notes = [f"{name}: {why}; no effect" for name, why in ready.no_effect.items()] + ignored.take(scope)
+    notes += ready.said.notes
+    made = ready.said.told() | ({"notes": notes} if notes else {})
+    return {"quire": made} if made else {}
+
+
+def headers(ready: Prepared) -> dict[str, str] | None:
+    """The headers of the answer that tell of its prompt."""
+    return None if ready.said.dropped is None else {HEADER: ready.said.dropped.header}

@@ -1,7 +1,7 @@
 """Items of the Responses API: what a client sends, checked and made whole. `turns.py` makes turns of them.
 
 An item is a plain dict in OpenAI's shape, always with an id and a type, as it is stored and listed. Kinds that no model here can read are
-refused by name, and so is a field that would change the meaning of one that it can; fields that clients echo back empty are fine. What
+refused by name. A field that is not known is ignored and told, or refused where that is asked for; one that clients echo back empty is fine. What
 OpenAI's side did in a conversation that began there (a web search) is set aside, and so is what only it can read; the answer says so.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
 from quire.observe.errors import BadRequest
 from quire.server.openai.responses.calls import CALLS, OPERATIONS, OUTPUTS, Item
+from quire.server.reading import Reading
 from quire.server.shared.conversation import check_count
 from quire.server.shared.tools import at
 
@@ -58,6 +59,11 @@ SET_ASIDE = (
 )
 # Notes on an item that change nothing for a model: who made it, and Codex's own.
 REMARKS = ("created_by", "internal_chat_message_metadata_passthrough")
+EXEC = frozenset({"type", "command", "env", "timeout_ms", "user", "working_directory"})  # of a local shell's `action`
+COMMANDS = frozenset({"commands", "timeout_ms", "max_output_length"})  # of a shell's
+CHANGE = frozenset({"type", "path", "diff"})  # of an `operation`
+RUN = frozenset({"stdout", "stderr", "outcome"})  # of what a command wrote
+PARTS = frozenset({"type", "text", "refusal", "annotations", "logprobs"})  # of a message's content
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -79,7 +85,7 @@ def new_id(kind: str) -> str:
     return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
-def read(given: str | list[msgspec.Raw] | None, notes: dict[str, str]) -> list[tuple[str, Item]]:
+def read(given: str | list[msgspec.Raw] | None, notes: dict[str, str], reading: Reading) -> list[tuple[str, Item]]:
     """`input` as items, each with its place. References are left as they are. `notes` are told what is set aside."""
     if given is None:
         return []
@@ -92,14 +98,14 @@ def read(given: str | list[msgspec.Raw] | None, notes: dict[str, str]) -> list[t
         item = at(where, raw, dict[str, Any])
         if item.get("type") in SET_ASIDE:
             notes[where] = f"a {item['type']} was done elsewhere; it is set aside"
-        elif (one := _item(where, item, notes)) is not None:
+        elif (one := _item(where, item, notes, reading)) is not None:
             if made and made[-1][1]["type"] == "compaction_trigger":
                 raise BadRequest("a compaction_trigger must be the last of the input", param=f"{made[-1][0]}.type")
             made.append((where, one))
     return made
 
 
-def _item(where: str, item: dict[str, Any], notes: dict[str, str]) -> Item | None:
+def _item(where: str, item: dict[str, Any], notes: dict[str, str], reading: Reading) -> Item | None:
     kind = item.get("type")
     if kind is None:  # a message, or a reference, in short
         kind = "message" if "role" in item else "item_reference"
@@ -111,18 +117,35 @@ def _item(where: str, item: dict[str, Any], notes: dict[str, str]) -> Item | Non
             code="unsupported_content",
         )
     for name, value in item.items():
-        if name not in FIELDS[kind] and value and not (name == "caller" and value == {"type": "direct"}):
-            if name in REMARKS:
-                continue
-            place = f"{where}.{name[:64]}"
-            raise BadRequest(f"{place} is not supported", param=place, code="unsupported_content")
-    made = _read_reasoning(where, item, notes) if kind == "reasoning" else _MAKERS[kind](where, item)
+        direct = name == "caller" and value == {"type": "direct"}
+        if value and not direct and name not in FIELDS[kind] and name not in REMARKS:
+            _not_known(where, name, FIELDS[kind], reading)
+    made = _read_reasoning(where, item, notes, reading) if kind == "reasoning" else _MAKERS[kind](where, item, reading)
     if made is not None and kind != "item_reference":
         given = _text(where, item, "id", optional=True)
         if given is not None and not 1 <= len(given) <= MAX_ID:
             raise BadRequest(f"{where}.id must have 1 to {MAX_ID} characters", param=f"{where}.id")
         made["id"] = given or new_id(kind)
     return made
+
+
+def _not_known(where: str, name: str, known: Collection[str], reading: Reading) -> None:
+    """A field that an item, or a part of one, does not have here: refused by its place, or ignored and told."""
+    try:
+        reading.unknown(name, known, where)
+    except BadRequest as error:
+        place = f"{where}.{name[:64]}"
+        raise BadRequest(
+            f"{place} is not supported", cure=error.cure, param=place, code="unsupported_content"
+        ) from None
+
+
+def _known(where: str, given: dict[str, Any], known: Collection[str], reading: Reading) -> dict[str, Any]:
+    """An object of an item without what nobody here knows."""
+    for name, value in given.items():
+        if name not in known and name not in REMARKS and value:
+            _not_known(where, name, known, reading)
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _text(where: str, item: dict[str, Any], name: str, optional: bool = False) -> Any:
@@ -140,15 +163,15 @@ def message(role: str, content: list[dict[str, Any]], id: str = "") -> Item:
     return {**head, "role": role, "content": content}
 
 
-def _read_message(where: str, item: dict[str, Any]) -> Item:
+def _read_message(where: str, item: dict[str, Any], reading: Reading) -> Item:
     role = _text(where, item, "role")
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
-    return message(role, _parts(f"{where}.content", item.get("content"), kinds))
+    return message(role, _parts(f"{where}.content", item.get("content"), kinds, reading))
 
 
-def _parts(where: str, content: Any, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+def _parts(where: str, content: Any, kinds: tuple[str, ...], reading: Reading) -> list[dict[str, Any]]:
     """Content as a list of parts, each of one of these kinds; a string is a part of the first."""
     if isinstance(content, str):
         content = [{"type": kinds[0], "text": content}]
@@ -167,13 +190,16 @@ def _parts(where: str, content: Any, kinds: tuple[str, ...]) -> list[dict[str, A
                 param=f"{place}.type",
                 code="unsupported_content",
             )
+        for name, value in part.items():
+            if name not in PARTS and value:
+                _not_known(place, name, PARTS, reading)
         name = "refusal" if kind == "refusal" else "text"
         more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         made.append({"type": kind, name: _text(place, part, name), **more})
     return made
 
 
-def _read_call(where: str, item: dict[str, Any]) -> Item:
+def _read_call(where: str, item: dict[str, Any], reading: Reading) -> Item:
     space = _text(where, item, "namespace", optional=True)
     return {
         "id": "",
@@ -186,7 +212,7 @@ def _read_call(where: str, item: dict[str, Any]) -> Item:
     }
 
 
-def _read_custom(where: str, item: dict[str, Any]) -> Item:
+def _read_custom(where: str, item: dict[str, Any], reading: Reading) -> Item:
     space = _text(where, item, "namespace", optional=True)
     return _head(where, item) | {
         "name": _text(where, item, "name"),
@@ -203,9 +229,9 @@ def _head(where: str, item: dict[str, Any]) -> Item:
     return {"id": "", "type": item["type"], "status": "completed", "call_id": call}
 
 
-def _read_action(where: str, item: dict[str, Any]) -> Item:
-    made = _head(where, item) | {"action": _object(where, item, "action")}
-    name = "command" if item["type"] == "local_shell_call" else "commands"
+def _read_action(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    name, known = ("command", EXEC) if item["type"] == "local_shell_call" else ("commands", COMMANDS)
+    made = _head(where, item) | {"action": _known(f"{where}.action", _object(where, item, "action"), known, reading)}
     if not isinstance(made["action"].get(name), list):
         raise BadRequest(f"{where}.action.{name} must be a list of strings", param=f"{where}.action.{name}")
     if item["type"] == "shell_call":
@@ -213,15 +239,16 @@ def _read_action(where: str, item: dict[str, Any]) -> Item:
     return made
 
 
-def _read_operation(where: str, item: dict[str, Any]) -> Item:
-    made = _head(where, item) | {"operation": _object(where, item, "operation")}
+def _read_operation(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    operation = _known(f"{where}.operation", _object(where, item, "operation"), CHANGE, reading)
+    made = _head(where, item) | {"operation": operation}
     if made["operation"].get("type") not in OPERATIONS:
         place = f"{where}.operation.type"
         raise BadRequest(f"{place} must be one of {', '.join(OPERATIONS)}", param=place)
     return made
 
 
-def _read_search(where: str, item: dict[str, Any]) -> Item:
+def _read_search(where: str, item: dict[str, Any], reading: Reading) -> Item:
     arguments = item.get("arguments")
     return _searched(where, item) | {"arguments": {} if arguments is None else arguments}
 
@@ -237,37 +264,38 @@ def _searched(where: str, item: dict[str, Any]) -> Item:
     return head | {"call_id": call}
 
 
-def _read_found(where: str, item: dict[str, Any]) -> Item:
+def _read_found(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return _searched(where, item) | {"tools": _list(where, item, "tools")}
 
 
-def _read_text_output(where: str, item: dict[str, Any]) -> Item:
+def _read_text_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
     output = item.get("output")
     if not isinstance(output, str):
-        output = _parts(f"{where}.output", output, ("input_text",))
+        output = _parts(f"{where}.output", output, ("input_text",), reading)
     return _head(where, item) | {"output": output}
 
 
-def _read_shell_output(where: str, item: dict[str, Any]) -> Item:
+def _read_shell_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
     output = _list(where, item, "output")
     if not all(isinstance(one, dict) for one in output):
         raise BadRequest(f"{where}.output must be a list of objects", param=f"{where}.output")
+    output = [_known(f"{where}.output[{i}]", one, RUN, reading) for i, one in enumerate(output)]
     made = _head(where, item) | {"output": output}
     most = item.get("max_output_length")
     return made if most is None else made | {"max_output_length": most}
 
 
-def _read_patch_output(where: str, item: dict[str, Any]) -> Item:
+def _read_patch_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
     if item.get("status") not in STATUSES:
         raise BadRequest(f"{where}.status must be {' or '.join(STATUSES)}", param=f"{where}.status")
     return _head(where, item) | {"status": item["status"], "output": _text(where, item, "output", optional=True)}
 
 
-def _read_more_tools(where: str, item: dict[str, Any]) -> Item:
+def _read_more_tools(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return {"id": "", "type": "additional_tools", "role": "developer", "tools": _list(where, item, "tools")}
 
 
-def _read_update(where: str, item: dict[str, Any]) -> Item:
+def _read_update(where: str, item: dict[str, Any], reading: Reading) -> Item:
     made: Item = {"id": "", "type": "configuration_update"}
     for name in ("reasoning", "text"):
         if item.get(name) is not None:
@@ -275,11 +303,11 @@ def _read_update(where: str, item: dict[str, Any]) -> Item:
     return made
 
 
-def _read_trigger(where: str, item: dict[str, Any]) -> Item:
+def _read_trigger(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return {"id": "", "type": "compaction_trigger"}
 
 
-def _read_compaction(where: str, item: dict[str, Any]) -> Item:
+def _read_compaction(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return {"id": "", "type": "compaction", "encrypted_content": _text(where, item, "encrypted_content")}
 
 
@@ -297,9 +325,9 @@ def _list(where: str, item: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _read_reasoning(where: str, item: dict[str, Any], notes: dict[str, str]) -> Item | None:
-    summary = _parts(f"{where}.summary", item.get("summary") or [], ("summary_text",))
-    content = _parts(f"{where}.content", item.get("content") or [], ("reasoning_text",))
+def _read_reasoning(where: str, item: dict[str, Any], notes: dict[str, str], reading: Reading) -> Item | None:
+    summary = _parts(f"{where}.summary", item.get("summary") or [], ("summary_text",), reading)
+    content = _parts(f"{where}.content", item.get("content") or [], ("reasoning_text",), reading)
     sealed = _text(where, item, "encrypted_content", optional=True)
     if sealed and not content:
         text = unsealed(sealed, SEAL)
@@ -315,11 +343,11 @@ def _read_reasoning(where: str, item: dict[str, Any], notes: dict[str, str]) -> 
     return {"id": "", "type": "reasoning", "status": "completed", "summary": summary, "content": content}
 
 
-def _read_reference(where: str, item: dict[str, Any]) -> Item:
+def _read_reference(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return {"type": "item_reference", "id": _text(where, item, "id")}
 
 
-_MAKERS: dict[str, Callable[[str, dict[str, Any]], Item]] = {
+_MAKERS: dict[str, Callable[[str, dict[str, Any], Reading], Item]] = {
     "message": _read_message,
     "function_call": _read_call,
     "custom_tool_call": _read_custom,

@@ -7,7 +7,6 @@ A request becomes a `Prepared`: items, prompt and tools, whether it is answered,
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -22,8 +21,9 @@ from quire.server.openai.responses.stored import UNFINISHED, StoredResponses
 from quire.server.openai.responses.tools import Toolset
 from quire.server.openai.responses.turns import brought, compacted, turns
 from quire.server.served import Served
-from quire.server.shared import conversation
+from quire.server.shared import conversation, fitting
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
+from quire.server.shared.fitting import Fit
 from quire.server.shared.sampling import generation
 from quire.server.shared.tools import NO_TOOLS, Raw, at
 
@@ -45,8 +45,7 @@ class Prepared:
     new_from: int  # where the request's own input begins
     tools: Toolset
     prompt: list[int]
-    turns: list[dict[str, Any]]
-    kwargs: dict[str, Any]  # for the template
+    said: Conversation  # as it went into the prompt
     no_effect: dict[str, str] = field(default_factory=dict)  # what was asked for and changes nothing, with why
 
     @property
@@ -59,6 +58,11 @@ class Prepared:
         """Whether a summary is asked for."""
         return self.items[-1]["type"] == "compaction_trigger"
 
+    @property
+    def fit(self) -> Fit | None:
+        """The wish that a conversation be cut where it does not fit."""
+        return _fit(self.asked, self.compacts)
+
 
 async def prepare(served: Served, stored: StoredResponses, asked: ResponseRequest, compacts: bool = False) -> Prepared:
     """The conversation and its prompt. `compacts`: a summary is asked for, as if the input said so."""
@@ -66,7 +70,7 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     before: list[Item] = []
     if asked.previous_response_id is not None:
         before = compacted(await _before(stored, served.caller.owner, asked.previous_response_id))
-    given = response_items.read(asked.input, notes)
+    given = response_items.read(asked.input, notes, served.reading)
     places = [*("previous_response_id" for _ in before), *(where for where, _ in given)]
     new = [await _resolved(stored, served.caller.owner, where, item) for where, item in given]
     if compacts and (not new or new[-1]["type"] != "compaction_trigger"):
@@ -76,19 +80,22 @@ async def prepare(served: Served, stored: StoredResponses, asked: ResponseReques
     if not items or items[0]["type"] == "compaction_trigger":
         raise BadRequest("input is missing", param="input")
     notes |= _lost(items[new_from:], places[new_from:])
-    asked = _configured(asked, items, places)
-    tools = response_tools.read(asked.tools or (), brought(items, places), asked.tool_choice, asked.parallel_tool_calls)
+    asked = _configured(served, asked, items, places)
+    tools = response_tools.read(
+        asked.tools or (), brought(items, places), asked.tool_choice, asked.parallel_tool_calls, served.reading
+    )
     kwargs = template_kwargs(asked.chat_template_kwargs)
     effort = asked.reasoning.effort if asked.reasoning else None
     no_effect = _hints(served, asked)
     if effort is not None and "reasoning.effort" not in no_effect:
         kwargs = conversation.thinking(served, None, effort, "reasoning.effort") | kwargs
-    said = turns(served, asked.instructions, items, places, tools.known_as)
-    if items[-1]["type"] == "compaction_trigger":
-        said.append({"role": "user", "content": SUMMARIZE})
-    prompt = await conversation.encode(served, Conversation(said, tools.choice, kwargs), "input")
+    said = Conversation(turns(served, asked.instructions, items, places, tools.known_as), tools.choice, kwargs)
+    compacts = items[-1]["type"] == "compaction_trigger"
+    if compacts:
+        said.turns.append({"role": "user", "content": SUMMARIZE})
+    prompt = await fitting.encode(served, said, _fit(asked, compacts), "input")
     no_effect |= _thresholds(asked, len(prompt))
-    return Prepared(asked, items, new_from, tools, prompt, said, kwargs, no_effect | notes | tools.no_effect)
+    return Prepared(asked, items, new_from, tools, prompt, said, no_effect | notes | tools.no_effect)
 
 
 async def generated(served: Served, ready: Prepared) -> Generation:
@@ -110,17 +117,22 @@ async def generated(served: Served, ready: Prepared) -> Generation:
     return replace(made, reading=reading, constraint=constraint)
 
 
-def _configured(asked: ResponseRequest, items: list[Item], places: list[str]) -> ResponseRequest:
+def _fit(asked: ResponseRequest, compacts: bool) -> Fit | None:
+    # A summary is as long as what is left of the context lets it be.
+    return Fit("truncation", None if compacts else asked.max_output_tokens) if asked.truncation == "auto" else None
+
+
+def _configured(served: Served, asked: ResponseRequest, items: list[Item], places: list[str]) -> ResponseRequest:
     """The request with what items say about the answers that follow them; the last word counts."""
     for where, item in zip(places, items, strict=True):
         if item["type"] != "configuration_update":
             continue
         if (given := item.get("reasoning")) is not None:
-            new = at(f"{where}.reasoning", Raw(msgspec.json.encode(given)), Reasoning)
+            new = at(f"{where}.reasoning", Raw(msgspec.json.encode(given)), Reasoning, served.reading)
             old = asked.reasoning or Reasoning()
             asked = msgspec.structs.replace(asked, reasoning=msgspec.structs.replace(old, effort=new.effort))
         if (given := item.get("text")) is not None:
-            text = at(f"{where}.text", Raw(msgspec.json.encode(given)), TextConfig)
+            text = at(f"{where}.text", Raw(msgspec.json.encode(given)), TextConfig, served.reading)
             asked = msgspec.structs.replace(asked, text=text)
     return asked
 

@@ -31,7 +31,7 @@ from quire.server.openai.responses.fields import (
     parse_compact,
     parse_count,
 )
-from quire.server.openai.responses.head import head, without_effect
+from quire.server.openai.responses.head import head, headers, told
 from quire.server.openai.responses.request import Prepared, generated, prepare
 from quire.server.openai.responses.runs import Listening, Runs
 from quire.server.openai.responses.search import Searches, is_done_here
@@ -48,7 +48,8 @@ def register(app: FastAPI, server: Server) -> None:
     """Add the routes."""
     responses = _Responses(server)
     server.closing.append(responses.stored.close)
-    app.add_api_route(PATH, responses.create, methods=["POST"], response_model=None)
+    for path in (PATH, "/responses"):
+        app.add_api_route(path, responses.create, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/input_tokens", responses.count, methods=["POST"], response_model=None)
     app.add_api_route(f"{PATH}/compact", responses.compact, methods=["POST"], response_model=None)
     one = PATH + "/{response}"
@@ -77,13 +78,13 @@ class _Responses:
         asked = parse(await read_json(request))
         served = await self.server.resolve(request, asked.model)
         served.generates()
-        check(asked)
+        check(asked, served.reading)
         if asked.background:
             self.runs.check_room()
         ready = await prepare(served, self.stored, asked)
         generation = await generated(served, ready)
         searches = Searches(served, ready) if is_done_here(ready) else None
-        answer = _answer(served, ready, generation, searches)
+        answer = _answer(served, ready, generation, searches, request)
         stream = None if searches is None else searches.stream
 
         async def keep() -> None:
@@ -100,21 +101,23 @@ class _Responses:
             return Listening(run) if asked.stream else reply(answer.body())
         feed = Feed(served, [generation], request.receive, arrived, stream)
         if asked.stream:
-            return _Events(feed, answer, keep)
+            return _Events(feed, answer, keep, headers(ready))
         async with feed:
             _spend(answer.opening())
             async for items in feed.batches():
                 _spend(answer.news(items))
             _spend(answer.closing())
         await keep()
-        return reply(answer.body())
+        return reply(answer.body(), headers=headers(ready))
 
     async def count(self, request: Request) -> Response:
         asked = parse_count(await read_json(request))
         served = await self.server.resolve(request, asked.model)
         served.generates()
         ready = await prepare(served, self.stored, asked)
-        return reply({"object": "response.input_tokens", "input_tokens": len(ready.prompt)} | without_effect(ready))
+        return reply(
+            {"object": "response.input_tokens", "input_tokens": len(ready.prompt)} | told(ready, request.scope)
+        )
 
     async def compact(self, request: Request) -> Response:
         """Summarize a conversation, and answer with what goes in its place."""
@@ -122,10 +125,10 @@ class _Responses:
         asked = parse_compact(await read_json(request))
         served = await self.server.resolve(request, asked.model)
         served.generates()
-        check(asked)
+        check(asked, served.reading)
         ready = await prepare(served, self.stored, asked, compacts=True)
         generation = await generated(served, ready)
-        answer = _answer(served, ready, generation, None)
+        answer = _answer(served, ready, generation, None, request)
         async with Feed(served, [generation], request.receive, arrived) as feed:
             _spend(answer.opening())
             async for items in feed.batches():
@@ -133,7 +136,7 @@ class _Responses:
             _spend(answer.closing())
         body = answer.body()
         kept = [item for item in ready.items if item["type"] == "message" and item["role"] == "user"]
-        told = {"quire": body["quire"]} if "quire" in body else {}
+        notes = {"quire": body["quire"]} if "quire" in body else {}
         return reply(
             {
                 "id": body["id"],
@@ -141,8 +144,9 @@ class _Responses:
                 "created_at": body["created_at"],
                 "output": [*kept, *body["output"]],
                 "usage": body["usage"],
-                **told,
-            }
+                **notes,
+            },
+            headers=headers(ready),
         )
 
     async def retrieve(self, request: Request) -> Response:
@@ -211,8 +215,8 @@ class _Events(EventStream):
     frame = staticmethod(named_event)
     done = b""
 
-    def __init__(self, feed: Feed, answer: Answer, keep: Any):
-        super().__init__(feed, answer)
+    def __init__(self, feed: Feed, answer: Answer, keep: Any, more: dict[str, str] | None):
+        super().__init__(feed, answer, more)
         self.answer = answer
         self.keep = keep
 
@@ -236,10 +240,12 @@ def _open(server: Server) -> StoredResponses:
         return StoredResponses(Database(None, SCHEMA))
 
 
-def _answer(served: Served, ready: Prepared, generation: Generation, searches: Searches | None) -> Answer:
+def _answer(
+    served: Served, ready: Prepared, generation: Generation, searches: Searches | None, request: Request
+) -> Answer:
     asked = ready.asked
     return Answer(
-        head(served, ready, generation.sampling.temperature, generation.sampling.top_p),
+        head(served, ready, generation.sampling.temperature, generation.sampling.top_p) | told(ready, request.scope),
         len(ready.prompt),
         summarized=asked.summary is not None,
         logprobs=asked.includes(LOGPROBS),

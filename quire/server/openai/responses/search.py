@@ -25,8 +25,8 @@ from quire.server.openai.responses.calls import SEARCH, result_of
 from quire.server.openai.responses.request import Prepared
 from quire.server.openai.responses.tools import introduced
 from quire.server.served import Served
-from quire.server.shared import conversation
-from quire.server.shared.conversation import Conversation, check_prompt
+from quire.server.shared import conversation, fitting
+from quire.server.shared.conversation import check_prompt
 
 MOST = 8  # tools that one search finds
 ROUNDS = 8  # searches after each other
@@ -87,6 +87,7 @@ class Searches:
         self._results: list[list[Entry]] = []  # of every search so far
         self._told = 0  # of these, how many the answer has asked for
         self.prompted = 0  # tokens of the prompts after the first
+        self._noted = len(ready.said.notes)  # notes on the first prompt, which the answer begins with
 
     def find(self, arguments: Any) -> list[dict[str, Any]]:
         """The result of the next search that the answer tells, as it is told: namespaces with what was found in them."""
@@ -104,6 +105,11 @@ class Searches:
                 made.append(spaces[space])
             spaces[space]["tools"].append(one.told)
         return made
+
+    def told(self) -> dict[str, Any]:
+        """Notes on the prompts after the first, and what was left out of them, for the end of the answer."""
+        new = self._ready.said.notes[self._noted :]
+        return self._ready.said.told() | {"notes": new} if new else {}
 
     def _result(self, n: int, arguments: Any) -> list[Entry]:
         if n == len(self._results):
@@ -146,22 +152,24 @@ class Searches:
         turn: dict[str, Any] = {"role": "assistant", "content": "".join(said.text), "tool_calls": calls}
         if thought := "".join(said.reasoning):
             turn["reasoning_content"] = thought
-        ready.turns.append(turn)
+        ready.said.turns.append(turn)
         for i, (id, name, *pieces) in enumerate(said.calls):
             entries = self._result(n + i, (ready.tools.known[name].fields("".join(pieces)) or {}).get("arguments", {}))
             told = {"type": "tool_search_output", "tools": [{"name": one.tool.name} for one in entries]}
             result = result_of(told, lambda kind, space, name: name)
-            ready.turns.append({"role": "tool", "content": result, "tool_call_id": id, "name": name})
+            ready.said.turns.append({"role": "tool", "content": result, "tool_call_id": id, "name": name})
         new = introduced([one.tool for result in self._results[n:] for one in result], ready.tools)
         ready.tools.choice = tools = Tools(
             (*ready.tools.choice.tools, *new), "auto", parallel=ready.tools.choice.parallel
         )
-        prompt = await conversation.encode(served, Conversation(ready.turns, tools, ready.kwargs), "input")
+        ready.said.tools = tools
+        sampling, fit = generation.sampling, ready.fit
+        if sampling.max_tokens is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=max(1, sampling.max_tokens - spent))
+        if fit is not None and fit.answer is not None:
+            fit = replace(fit, answer=max(1, fit.answer - spent))
+        prompt = await fitting.encode(served, ready.said, fit, "input")
         self.prompted += len(prompt)
-        most = generation.sampling.max_tokens
-        sampling = generation.sampling
-        if most is not None:
-            sampling = msgspec.structs.replace(sampling, max_tokens=max(1, most - spent))
         check_prompt(served, prompt, None, "input", "max_output_tokens")
         reading, constraint = await conversation.answering(served, prompt, tools, ready.asked.constraint())
         return replace(generation, prompt=prompt, sampling=sampling, reading=reading, constraint=constraint)

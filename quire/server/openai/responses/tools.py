@@ -19,6 +19,7 @@ from quire.observe.errors import BadRequest
 from quire.server.openai.responses import builtin
 from quire.server.openai.responses.builtin import LEFT_OUT, Entry
 from quire.server.openai.responses.calls import APPLY_PATCH, CUSTOM, FUNCTION, LOCAL_SHELL, SEARCH, SHELL, Known
+from quire.server.reading import STRICT, Reading
 from quire.server.shared.tools import (
     MAX_DESCRIPTION,
     MAX_NAME,
@@ -80,6 +81,7 @@ class Toolset:
     known: dict[str, Known] = field(default_factory=dict)  # what each of them stands for
     waiting: list[Entry] = field(default_factory=list)  # those that a search may find, by the model's names
     left_out: set[str] = field(default_factory=set)  # kinds of tools that are not here
+    reading: Reading = STRICT
     no_effect: dict[str, str] = field(default_factory=dict)  # what changes nothing, with why
     spaces: dict[str, str] = field(default_factory=dict)  # namespaces and what they say of themselves
     told_of: set[str] = field(default_factory=set)  # those of which the model was told
@@ -109,9 +111,11 @@ def _marked(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"[: MAX_NAME - len(mark) - 1] + f"_{mark}"
 
 
-def read(items: Sequence[Raw], brought: Sequence[Brought], choice: Raw, parallel: bool | None) -> Toolset:
+def read(
+    items: Sequence[Raw], brought: Sequence[Brought], choice: Raw, parallel: bool | None, reading: Reading
+) -> Toolset:
     """The tools of a request, checked."""
-    made = Toolset()
+    made = Toolset(reading=reading)
     own = _entries("tools", items, made, made.told)
     later: dict[Key, Entry] = {}
     found: set[Key] = set()
@@ -147,10 +151,11 @@ def _entries(where: str, items: Sequence[Raw], made: Toolset, told: list[dict[st
         place = f"{where}[{i}]"
         kind = at(place, raw, Kind).type
         if kind == "namespace":
-            space = _namespace(place, raw)
+            space = _namespace(place, raw, made.reading)
             inside = [
-                builtin.read(f"{place}.tools[{n}]", one, space.name, made.no_effect)
+                entry
                 for n, one in enumerate(space.tools)
+                if (entry := builtin.read(f"{place}.tools[{n}]", one, space.name, made.no_effect, made.reading))
             ]
             entries += inside
             made.spaces.setdefault(space.name, space.description or "")
@@ -159,9 +164,9 @@ def _entries(where: str, items: Sequence[Raw], made: Toolset, told: list[dict[st
         elif kind in LEFT_OUT:
             made.left_out.add(kind)
             made.no_effect[place] = f"{kind} is left out: {LEFT_OUT[kind]}"
-        else:
-            entries.append(builtin.read(place, raw, None, made.no_effect))
-            told.append(entries[-1].told)
+        elif (entry := builtin.read(place, raw, None, made.no_effect, made.reading)) is not None:
+            entries.append(entry)
+            told.append(entry.told)
     seen: set[Key] = set()
     for one in entries:
         key = _key(one)
@@ -179,8 +184,8 @@ def _key(one: Entry) -> Key:
     return one.known.kind, one.known.space, one.known.name
 
 
-def _namespace(where: str, raw: Raw) -> NamespaceTool:
-    space = at(where, raw, NamespaceTool)
+def _namespace(where: str, raw: Raw, reading: Reading) -> NamespaceTool:
+    space = at(where, raw, NamespaceTool, reading)
     check_name(f"{where}.name", space.name)
     check_count(space.tools, f"{where}.tools")
     if space.description is not None and len(space.description) > MAX_DESCRIPTION:
@@ -233,7 +238,7 @@ def _choice(made: Toolset, tools: list[Tool], raw: Raw, parallel: bool | None) -
     if kind in (FUNCTION, CUSTOM, *_BUILT_IN):
         known = _named(made, where, raw)
         if known not in {one.name for one in tools} and tools:
-            raise _unknown(where, at(where, raw, NamedTool))
+            raise _unknown(where, at(where, raw, NamedTool, made.reading))
         return choose(tools, "named", known, parallel)
     if kind in LEFT_OUT:
         raise _left_out(where, {kind})
@@ -243,7 +248,7 @@ def _choice(made: Toolset, tools: list[Tool], raw: Raw, parallel: bool | None) -
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    allowed = at(where, raw, AllowedTools)
+    allowed = at(where, raw, AllowedTools, made.reading)
     if allowed.mode not in ("auto", "required"):
         raise BadRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
     check_count(allowed.tools, f"{where}.tools")
@@ -267,12 +272,12 @@ def _allowed(made: Toolset, where: str, raw: Raw) -> str | None:
         return None
     known = _named(made, where, raw)
     if known is None:
-        raise _unknown("tool_choice.tools", at(where, raw, NamedTool))
+        raise _unknown("tool_choice.tools", at(where, raw, NamedTool, made.reading))
     return known
 
 
 def _named(made: Toolset, where: str, raw: Raw) -> str | None:
-    named = at(where, raw, NamedTool)
+    named = at(where, raw, NamedTool, made.reading)
     if named.type in _BUILT_IN:
         return made.names.get((named.type, None, named.type))
     if not named.name:

@@ -116,8 +116,8 @@ def test_tools_that_cannot_be_had() -> None:
     async def ask(made: Completer, tools: Tools, answer: Constraint | None = None) -> Any:
         return await made.answering([1], tools, answer)
 
-    with pytest.raises(BadRequest, match="writes no tool calls") as refused:
-        asyncio.run(ask(completer("x", source=plain), TOOLS))
+    with pytest.raises(BadRequest, match="no chat template") as refused:
+        asyncio.run(ask(completer("x", source=None), TOOLS))
     assert refused.value.param == "tools"
     answer = Constraint.json_object()
     assert asyncio.run(ask(completer("x", source=plain), Tools(), answer)) == (None, answer)

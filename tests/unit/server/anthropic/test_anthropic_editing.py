@@ -201,7 +201,7 @@ AT = "context_management.edits.0"
 )
 async def test_refusals(edits: list[Any], begins: str):
     fake = completer()
-    async with client_for(fake) as http:
+    async with client_for(fake, strict=True) as http:
         for body in (ask(*edits, max_tokens=9), ask(*edits, max_tokens=9, stream=True)):
             r = await http.post(MESSAGES, json=body)
             assert r.status_code == 400 and not fake.seen

@@ -320,7 +320,7 @@ async def test_thinking(source: str, reasons: bool, fields: dict[str, Any], kwar
     completer = caller()
     completer.template = FakeTemplate(source)
     completer.answer_format = type(CALLER)(name="x", reasons=reasons, calls=True, markers=())
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         r = await http.post(MESSAGES, json=ask(tools=[], **fields))
     if isinstance(kwargs, str):
         assert r.status_code == 400
@@ -518,16 +518,16 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
 )
 async def test_refusals_in_anthropics_words(fields: dict[str, Any], begins: str):
     completer = caller()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         with at_most(2.0):
             r = await http.post(MESSAGES, json=ask(**fields))
     assert r.status_code == 400 and not completer.seen
     assert r.json()["error"]["message"].startswith(begins), r.text
 
 
-async def test_a_model_that_cannot_call_refuses_tools():
+async def test_a_template_without_tools_is_told():
     async with client_for(FakeCompleter()) as http:
         r = await http.post(MESSAGES, json=ask())
-        assert r.status_code == 400
-        assert r.json()["error"]["message"].startswith("tools: ")
-        assert r.json()["error"]["details"] == {"error_code": "unsupported_parameter"}
+        assert r.status_code == 200 and "general prompt" in r.json()["quire"]["notes"][0]
+        r = await http.post(MESSAGES, json=ask(stream=True))
+        assert r.text.count("general prompt") == 1

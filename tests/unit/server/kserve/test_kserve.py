@@ -181,7 +181,7 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("body", "names"), BAD, ids=[str(b)[:70] for b, _ in BAD])
 async def test_refusals_in_its_shape(body: Any, names: str):
     completer = FakeCompleter()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         r = await http.post(f"{BASE}/infer", json=body)
         assert r.status_code == 400, r.text
         assert set(r.json()) == {"error"} and names in r.json()["error"], r.text
@@ -189,7 +189,7 @@ async def test_refusals_in_its_shape(body: Any, names: str):
 
 
 async def test_refusals_of_the_generate_extension():
-    async with client_for() as http:
+    async with client_for(strict=True) as http:
         for body, names in (
             ({}, "text_input"),
             ({"text_input": "a", "surprise": 1}, "surprise"),

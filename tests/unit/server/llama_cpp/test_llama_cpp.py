@@ -77,7 +77,7 @@ async def test_props():
 )
 async def test_refusals(more: dict[str, Any], names: str):
     completer = FakeCompleter()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         r = await http.post("/completion", json={"prompt": "a"} | more)
         assert r.status_code == 400, r.text
         assert set(r.json()["error"]) == {"code", "message", "type"} and names in r.json()["error"]["message"]

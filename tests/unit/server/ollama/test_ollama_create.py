@@ -124,7 +124,7 @@ async def test_from_a_modelfile(service: Server):  # noqa: F811
     ],
 )
 async def test_what_cannot_be_honoured(service: Server, more: dict[str, Any], status: int, names: str):  # noqa: F811
-    async with client_for(service=service) as http:
+    async with client_for(service=service, strict=True) as http:
         r = await make(http, **more)
         assert r.status_code == status, r.text
         assert names in r.json()["error"]

@@ -152,7 +152,7 @@ async def test_show(service: Server):
         verbose = await http.post("/api/show", json={"model": MODEL, "verbose": True})
         nobody = await http.post("/api/show", json={})
     assert body["template"] == "{{ messages }}"
-    assert body["capabilities"] == ["completion"]
+    assert body["capabilities"] == ["completion", "tools"]  # by the general prompt
     assert service.models.first.completer is not None
     service.models.first.completer.answer_format = CALLER
     async with client_for(service=service) as http:

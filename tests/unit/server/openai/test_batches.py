@@ -229,6 +229,7 @@ async def test_bad_files(config, monkeypatch):
 
 async def test_refusals(config):
     async with server(config) as http:
+        http.headers["x-quire-strict"] = "true"
         file = (await http.post("/v1/files", data={"purpose": "evals"}, files={"file": ("f", b"x")})).json()["id"]
         good = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
         for more, status, param in (

@@ -68,6 +68,7 @@ async def test_every_sampling_field_arrives():
         "prompt_logprobs": 2,
         "skip_special_tokens": False,
         "priority": -3,
+        "itl_slo_ms": 40,
         "cache_salt": "tenant",
         "request_id": "mine-1",
     }
@@ -83,7 +84,7 @@ async def test_every_sampling_field_arrives():
     assert (s.seed, s.stop, s.stop_token_ids, s.include_stop) == (42, ("a", "b"), (1, 2), True)
     assert (s.min_tokens, s.max_tokens, s.ignore_eos, s.n) == (1, 9, True, 2)
     assert (s.logprobs, s.prompt_logprobs, s.skip_special_tokens) == (3, 2, False)
-    assert (g.priority, g.namespace) == (-3, "tenant")
+    assert (g.priority, g.itl, g.namespace) == (-3, 0.04, "tenant")
     assert r.json()["id"] == "chatcmpl-mine-1"
     assert g.id != "mine-1"  # two clients may choose the same one
 
@@ -202,6 +203,28 @@ async def test_a_stream_with_usage_logprobs_and_receipts():
     assert bytes(b for t in tokens for b in t["bytes"]).decode() == "Hello, wörld"
     assert chunks[-1]["quire"]["receipts"][0]["seed"] == 1234
     assert not any("quire" in c for c in chunks[:-1])
+
+
+async def test_usage_so_far_in_every_chunk_for_who_asks():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with client_for() as http:
+        found = events(
+            (await http.post("/v1/chat/completions", json=HI | {"stream": True, "stream_options": options})).text
+        )
+        alone = HI | {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+        without = events((await http.post("/v1/chat/completions", json=alone)).text)
+    *chunks, last, done = found
+    assert done == "[DONE]"
+    counts = [c["usage"]["completion_tokens"] for c in chunks]
+    text = ["".join(c["choices"][0]["delta"].get("content", "") for c in chunks[: i + 1]) for i in range(len(chunks))]
+    assert counts[0] == 0
+    # A byte is a token here, and what is held back of a character is counted when it comes.
+    assert counts == [len(said.encode()) for said in text]
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert chunk["usage"]["total_tokens"] == chunk["usage"]["prompt_tokens"] + chunk["usage"]["completion_tokens"]
+    assert last["usage"]["completion_tokens"] == counts[-1] == 13
+    assert all("usage" not in c for c in without[:-1])  # as vLLM: it goes with include_usage
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -142,6 +142,20 @@ async def test_streaming_several_prompts():
     assert sorted(receipts) == [0, 1, 2, 3]
 
 
+async def test_usage_so_far_in_every_chunk_is_of_its_choice():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ask = {"prompt": ["a", "bcd"], "n": 2, "stream": True, "stream_options": options}
+    async with client_for() as http:
+        *chunks, usage, _ = events((await http.post(ROUTE, json=ask)).text)
+    for index in range(4):
+        mine = [c for c in chunks if c["choices"][0]["index"] == index]
+        said, prompt = 0, (1, 3)[index // 2]
+        for chunk in mine:
+            said += len(chunk["choices"][0]["text"].encode())
+            assert chunk["usage"] == {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    assert usage["usage"]["completion_tokens"] == 13 * 2 + 14 * 2
+
+
 async def test_best_of_equal_to_n_and_receipts():
     async with client_for() as http:
         body = (await http.post(ROUTE, json={"prompt": "a", "n": 2, "best_of": 2, "receipts": True})).json()

@@ -110,6 +110,7 @@ async def test_what_cannot_be_honoured_is_a_400_that_names_it(
     body: dict[str, Any], param: str, tiny: tuple[Path, Any, Any]
 ):
     async with serving(tiny[0]) as http:
+        http.headers["x-quire-strict"] = "true"
         r = await http.post(EMBED, json=body)
         assert r.status_code == 400
         assert r.json()["error"]["param"] == param
@@ -124,6 +125,15 @@ async def test_cutting_is_asked_for_and_told(tiny: tuple[Path, Any, Any]):
         assert "122 tokens" in refused["message"] and "80" in refused["message"]
         assert refused["code"] == "context_length_exceeded"
         body = (await http.post(EMBED, json={"input": ["dog", text], "truncate": True})).json()
+        same = (await http.post(EMBED, json={"input": ["dog", text], "truncate_prompt_tokens": -1})).json()
+        less = (
+            await http.post(EMBED, json={"input": text, "truncate_prompt_tokens": 20, "truncation_side": "left"})
+        ).json()
+        for keep in (0, -2, 81):
+            r = await http.post(EMBED, json={"input": text, "truncate_prompt_tokens": keep})
+            assert (r.status_code, r.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert same["data"] == body["data"] and same["quire"] == body["quire"]
+    assert less["quire"] == {"cut_tokens": {"0": 102}}
     assert body["quire"] == {"cut_tokens": {"1": 42}}
     assert body["usage"]["total_tokens"] == 3 + 80
     np.testing.assert_allclose(body["data"][1]["embedding"], wanted(model, theirs, text, 80), atol=2e-5)
@@ -295,6 +305,7 @@ async def test_ollamas_routes(tiny: tuple[Path, Any, Any]):
     path, model, theirs = tiny
     long = "the cat " * 60
     async with serving(path) as http:
+        http.headers["x-quire-strict"] = "true"
         ask = {"model": "tiny", "input": ["the cat", "dog"], "options": {"temperature": 0.1}, "keep_alive": "5m"}
         body = (await http.post("/api/embed", json=ask)).json()
         for text, vector in zip(ask["input"], body["embeddings"], strict=True):

@@ -277,6 +277,26 @@ async def test_off_without_a_folder():
             assert r.json()["error"]["code"] == "no_state_folder" and "--state-dir" in r.json()["error"]["message"]
 
 
+def test_a_folder_that_served_nothing_is_taken_back(tmp_path: Path):
+    state = State(tmp_path / "state" / "m")
+    (tmp_path / "state" / "m" / "responses.db").write_text("")
+    state.unused()
+    state.close()
+    assert list(tmp_path.iterdir()) == []
+    kept = State(tmp_path / "state" / "m")
+    (tmp_path / "state" / "m" / "files" / "file-1").write_text("uploaded while the model was loading")
+    kept.unused()
+    kept.close()
+    again = State(tmp_path / "state" / "m")  # it was there before this start
+    (tmp_path / "state" / "m" / "files" / "file-1").unlink()
+    again.unused()
+    again.close()
+    assert (tmp_path / "state" / "m" / "files").is_dir()
+    beside = State(tmp_path / "state" / "n")
+    beside.unused()
+    assert [p.name for p in (tmp_path / "state").iterdir()] == ["m"]
+
+
 def test_state_folders(tmp_path):
     first = State(tmp_path / "s")
     assert first.folder == tmp_path / "s" and "files, batches" in first.line()

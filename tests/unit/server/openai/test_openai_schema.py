@@ -212,7 +212,7 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("method", "path", "more"), FAULTS, ids=[f"{m} {p} {str(b)[:40]}" for m, p, b in FAULTS])
 async def test_errors(method: str, path: str, more: dict[str, Any]):
-    async with client_for(config=ServerConfig(max_body=1000)) as http:
+    async with client_for(config=ServerConfig(max_body=1000), strict=True) as http:
         r = await http.request(method, path, **more)
     assert r.status_code >= 400, r.text
     conforms("ErrorResponse", r.json())

@@ -38,7 +38,7 @@ async def answer(completer: FakeCompleter, **fields: Any) -> Any:
 
 async def refused(fields: dict[str, Any], completer: FakeCompleter | None = None) -> dict[str, Any]:
     completer = completer or caller()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         r = await http.post(CHAT, json=HI | fields)
     assert r.status_code == 400, r.text
     assert not completer.seen
@@ -442,15 +442,19 @@ async def test_the_wrong_call_id_is_named():
     assert "send tools" in (await refused({"functions": [{"name": "f"}]}))["message"]
 
 
-async def test_a_model_that_cannot_call_refuses_tools():
-    for answers in (None, type(CALLER)(name="x", reasons=True, calls=False, markers=())):
-        completer = FakeCompleter()
-        completer.answer_format = answers
-        error = await refused({"tools": [OTHER]}, completer)
-        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
-        assert "--chat-template" in error["message"]
-        async with client_for(completer) as http:
-            assert (await http.post(CHAT, json=HI | {"tools": [OTHER], "tool_choice": "none"})).status_code == 200
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("own", [None, type(CALLER)(name="x", reasons=True, calls=False, markers=())])
+async def test_a_template_without_tools_is_told(own: Any, stream: bool):
+    completer = FakeCompleter()
+    completer.answer_format = own
+    async with client_for(completer) as http:
+        r = await http.post(CHAT, json=HI | {"tools": [OTHER], "stream": stream})
+        assert r.status_code == 200, r.text
+        bodies = [b for b in events(r.text) if b != "[DONE]"] if stream else [r.json()]
+        (notes,) = [b["quire"]["notes"] for b in bodies if "quire" in b]
+        assert "general prompt" in notes[0] and len(notes) == 1
+        r = await http.post(CHAT, json=HI | {"tools": [OTHER], "tool_choice": "none"})
+        assert r.status_code == 200 and "quire" not in r.json()
 
 
 async def test_continuing_and_documents_reach_the_template():

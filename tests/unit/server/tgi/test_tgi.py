@@ -187,7 +187,7 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("body", "names"), BAD, ids=[str(b)[:60] for b, _ in BAD])
 async def test_refusals_in_tgis_shape(body: Any, names: str):
     completer = FakeCompleter()
-    async with client_for(completer) as http:
+    async with client_for(completer, strict=True) as http:
         for path in ("/generate", "/generate_stream", "/"):
             r = await http.post(path, json=body)
             assert r.status_code == 422, r.text
