@@ -45,6 +45,7 @@ setup: $(VENV)/.installed ## Set up .venv and build, nothing else
 # Where there is a GPU, it runs its kernels' tests; elsewhere they are interpreted, beside the others. No other test sees it.
 GPU := $(wildcard /dev/nvidiactl)
 KERNELS := tests/unit/backends/cuda
+AGENTS := build/clients/agents
 # What `make test` runs: the core, and of the other areas those that a change touches (BASE=REV: a change since that commit, too).
 AREAS = $(BIN)/python -m tests.areas $(if $(BASE),--base $(BASE)) $(if $(ALL),--all)
 
@@ -60,13 +61,13 @@ test-all: ## The same with every area: all dialects, sources of models, interpre
 	@$(MAKE) test ALL=1
 
 test-large: $(VENV)/.tested ## The tests of larger models, for those that `quire pull` has fetched, and the longest ones
-	@$(BIN)/python -m pytest -m large -rs tests/unit tests/null tests/e2e
+	@QUIRE_TEST_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/python -m pytest -m large -rs tests/unit tests/null tests/e2e
 
 test-stalled: $(VENV)/.tested ## The tests that wait for something, with processes that stand still at random (Linux)
 	@$(BIN)/python -m tests.stalled $(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not large" $(if $(ARGS),$(ARGS),tests/unit/server tests/unit/engine tests/unit/cli tests/unit/test_llm.py tests/unit/benchmarks tests/unit/weights tests/unit/chat tests/e2e)
 
-test-clients: build/clients/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
-	@build/clients/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/e2e/clients)
+test-clients: build/clients/.installed $(AGENTS)/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
+	@QUIRE_TEST_AGENTS=$(CURDIR)/$(AGENTS) build/clients/venv/bin/python -m pytest -rs -m "not large" $(if $(ARGS),$(ARGS),tests/e2e/clients)
 
 check: $(VENV)/.tested
 	@$(BIN)/ruff check .
@@ -147,4 +148,20 @@ build/clients/.installed: $(CLIENTS) | $(VENV)/.tested
 	@build/clients/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r build/clients/requirements.txt
 	@if command -v npm >/dev/null; then cp $< build/clients/ && npm install --prefix build/clients --no-audit --no-fund --loglevel=error; \
 	  else echo "make: npm is not here, so the npm clients are skipped (install node 20 or newer)"; fi
+	@touch $@
+
+# Coding agents are programs, each with packages of its own: npm's in a folder and PyPI's in an environment that nobody else uses. Of the
+# packages' install scripts two are run, by name: they put the program into its place. An agent that cannot be had is skipped by its test.
+$(AGENTS)/.installed: tests/e2e/clients/agents/package.json pyproject.toml | $(VENV)/.tested
+	@echo "make: installing the coding agents into $(AGENTS)"
+	@mkdir -p $(AGENTS)
+	@test -x $(AGENTS)/venv/bin/python || $(BIN)/python -m venv $(AGENTS)/venv
+	@$(BIN)/python -c '$(WANTED)' agents > $(AGENTS)/requirements.txt
+	@$(AGENTS)/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r $(AGENTS)/requirements.txt \
+	  || echo "make: aider and llm could not be installed, so their tests are skipped"
+	@if command -v npm >/dev/null; then cp $< $(AGENTS)/ && cd $(AGENTS) \
+	  && npm install --ignore-scripts --no-audit --no-fund --loglevel=error \
+	  && (cd node_modules/@anthropic-ai/claude-code && node install.cjs) && (cd node_modules/opencode-ai && node postinstall.mjs) \
+	  || echo "make: the agents from npm could not all be installed; the tests of those that are missing are skipped"; \
+	  else echo "make: npm is not here, so the agents from npm are skipped (install node 20 or newer)"; fi
 	@touch $@

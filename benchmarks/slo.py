@@ -1,6 +1,7 @@
 """What streams feel while long prompts arrive beside them, with steps bounded in time and with a fixed budget of tokens, in turns.
 
     python -m benchmarks.slo                                    the default model: 1 and 8 streams, prompts of 1K, 4K and 7K tokens
+    python -m benchmarks.slo --model shape:llama-3.1-8b --streams 1 8 64        a GPU
     python -m benchmarks.slo --agent --model qwen2.5-coder:1.5b a request of 100 tokens that comes beside a prompt of 19,000
 
 One engine in this process runs every mode, one after the other in each round, so that a neighbour on the machine meets all of them:
@@ -53,10 +54,10 @@ class Bench:
     """An engine whose bound can be changed while it runs."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        path = str(files.model(model))
-        self.engine: Engine = build_engine(EngineConfig(path=path, prefix_cache=False, **options), Environment.read())[
-            0
-        ]
+        drawn = model.startswith("shape:")  # random weights, of a GPU
+        path = model if drawn else str(files.model(model))
+        config = EngineConfig(path=path, prefix_cache=False, load_format="dummy" if drawn else "auto", **options)
+        self.engine: Engine = build_engine(config, Environment.read())[0]
         self.scheduler: Any = self.engine._scheduler
         self.pace: Any = self.scheduler._budget._pace
         self.rng = random.Random(1)

@@ -128,12 +128,14 @@ def rates(model: str, kinds: dict[str, SamplingParams], tokens: int, rounds: int
     return found
 
 
-def noting(rows: int, steps: int = 2000) -> dict[str, float]:
+def noting(rows: int, steps: int = 2000, timed: bool = True) -> dict[str, float]:
     """Median microseconds of a step of so many decoding sequences that computes nothing: to note it, and to plan and commit it."""
     from quire.cache.pages import Pool
     from quire.cache.prefix_tree import PrefixTree
-    from quire.engine.limits import standard
+    from quire.engine.limits import StepTime, standard
+    from quire.engine.pacing import Pace
     from quire.engine.scheduler import Scheduler
+    from quire.observe.costs import Costs
     from quire.runner.plan import Plan, Result, Row
 
     class Nothing:
@@ -153,7 +155,7 @@ def noting(rows: int, steps: int = 2000) -> dict[str, float]:
     scheduler = Scheduler(
         PrefixTree(Pool(rows * (steps // 16 + 4)), 16),
         slots=rows,
-        budget=4 * rows + 8,
+        budget=StepTime(4 * rows + 8, Pace(Costs())) if timed else 4 * rows + 8,
         context=1 << 20,
         draw=lambda: 1,
         limits=standard(rows + 64, 16),
@@ -173,12 +175,30 @@ def noting(rows: int, steps: int = 2000) -> dict[str, float]:
     return {"note": told["told"] + told["_took"], "plan and commit": told["plan"] + told["commit"]}
 
 
+def fitting(rounds: int = 2000) -> float:
+    """Median microseconds to learn a step with a prompt in it and to say how much of the next one fits."""
+    from quire.observe.costs import Costs, Shape, pairs
+
+    costs, spent = Costs(), list[float]()
+    for i in range(rounds):
+        at, n = 64 * i % 8192, 16 << i % 5
+        began = time.perf_counter()
+        costs.learn(Shape(8, 4096, n, pairs(at, n)), 0.01 + 1e-3 * n + 2e-7 * pairs(at, n))
+        costs.within(Shape(8, 4096), at, 512, 0.1)
+        spent.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(spent)
+
+
 def main() -> None:
     for rows in (1, 8, 64, 256):
-        spent = noting(rows)
+        spent, plain = noting(rows), noting(rows, timed=False)
         print(
-            f"{rows:4} sequences: {spent['note']:6.1f} us to note a step, {spent['plan and commit']:6.1f} us to plan and commit it"
+            f"{rows:4} sequences: {spent['note']:6.1f} us to note a step, {spent['plan and commit']:6.1f} us to plan and commit it; "
+            f"without a bound in time {plain['note']:6.1f} and {plain['plan and commit']:6.1f}"
         )
+    print(
+        f"a step with a prompt beside streams: {fitting():.1f} us more, to learn it and to say how much of the next one fits"
+    )
 
 
 if __name__ == "__main__":

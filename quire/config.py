@@ -7,7 +7,7 @@ lines that the CLI prints. Nothing below mutates a config.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,6 +65,12 @@ class Terminal:
     def read(cls) -> Terminal:
         dumb = os.environ.get("TERM") == "dumb"
         return cls(colours=not dumb and not os.environ.get("NO_COLOR"), moves=not dumb)
+
+
+def child_environment(changes: Mapping[str, str], removed: Iterable[str] = ()) -> dict[str, str]:
+    """The environment as it is now, for a process of another program: with these variables, and without those."""
+    without = set(removed)
+    return {name: value for name, value in os.environ.items() if name not in without} | dict(changes)
 
 
 def _hub_cache(get: Callable[[str], str | None]) -> Path:
@@ -135,6 +141,9 @@ class ServerConfig:
     batch_lines: int = 0  # lines of batches that run together; 0: a quarter of the engine's sequences
     runtime_lora: bool = False  # adapters may be loaded and unloaded by whoever may call
     fields: Literal["strict", "tell", "lenient"] = "tell"  # unknown ones in bodies: refused, or ignored and told
+    canonicalize: tuple[
+        str, ...
+    ] = ()  # what of a conversation is rewritten, so that prompts begin alike: names in chat/canonical
 
 
 def within_openmp(threads: int) -> int:

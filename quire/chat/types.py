@@ -6,7 +6,7 @@ These hold text. The engine below knows tokens alone, and the dialects above hav
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.chat.tools.types import CallPart, Reading
 from quire.engine.types import Constraint, Receipt
@@ -14,6 +14,15 @@ from quire.runner.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.chat.shifting import Shift
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a prompt was rendered from: what the template was given. It explains a prompt; the tokens are the prompt."""
+
+    messages: list[dict[str, Any]]
+    given: dict[str, Any]  # keywords of `ChatTemplate.conversation`
+    changes: tuple[str, ...] = ()  # what was rewritten before, because somebody asked for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class Generation:
     reading: Reading | None = None  # how reasoning and tool calls are told from the text; None: all of it is text
     adapter: str = ""  # the name of a loaded adapter; empty: the model as it is
     shift: Shift | None = None  # how the answer goes on past the context; None: it ends there
+    origin: Origin | None = None  # of a long chat prompt, so that a miss of the prefix cache can be explained
 
 
 @dataclass(frozen=True, slots=True)

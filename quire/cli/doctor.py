@@ -45,6 +45,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def command(
+    about: Annotated[
+        str | None,
+        typer.Argument(help="cache: ask a running server what makes it compute prompts again.", show_default=False),
+    ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read every model whole and compare its digest.")] = False,
     network: Annotated[bool, typer.Option("--network", help="Try to reach the sources of models.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Also print which implementation runs each op.")] = False,
@@ -52,10 +56,28 @@ def command(
         bool, typer.Option("--tune", help="Measure again how many threads are fastest, and remember it.")
     ] = False,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port that `quire serve` would use.")] = 8000,
+    url: Annotated[
+        str | None, typer.Option(help="With cache: the server's address. Default: the one that runs here.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With cache: which of the server's models.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With cache: the key to ask with. Better: QUIRE_API_KEY.")] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Check this machine, and say how to cure what is wrong."""
+    """Check this machine, and say how to cure what is wrong. `doctor cache` does so for a running server's prompts."""
     env = Environment.read()
+    if about is not None:
+        if about != "cache":
+            raise typer.BadParameter(f"there is only cache, and not {about!r}", param_hint="doctor")
+        from quire.cli.doctor_cache import report
+
+        report(env, url, model, api_key, json)
+        return
+    if url or model or api_key:
+        raise typer.BadParameter("--url, --model and --api-key are for `quire doctor cache`", param_hint="doctor")
+    _machine(env, port, json, deep=deep, network=network, ops=ops, tune=tune)
+
+
+def _machine(env: Environment, port: int, json: bool, *, deep: bool, network: bool, ops: bool, tune: bool) -> None:
     store = Store(env)
     speeds = thread_table(env, tune)
     found: list[Finding] = []

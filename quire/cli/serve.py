@@ -35,6 +35,8 @@ MODELS = f"Names, .gguf files, folders, URLs, hf:… or pypi:…; several are se
 HOST = "Address to listen on; 0.0.0.0 is every address of the machine."
 NAMES = "Name that clients send, or several with commas between them. Repeat it for each further model. Default: the model's own name."
 
+CANONICALIZE = "Rewrite what makes prompts differ for nothing, so that the prefix cache finds them: auto, or some of billing, dates, git, ids, keys, tools."
+
 
 @engine_options(without=("load_format", "isa"))
 def command(
@@ -95,6 +97,7 @@ def command(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web origin whose pages may call the server; may be repeated.")
     ] = None,
+    canonicalize: Annotated[str, typer.Option(help=CANONICALIZE)] = "none",
     log_requests: Annotated[bool, typer.Option(help="Log a line for every request.")] = True,
     state_dir: Annotated[
         str | None,
@@ -146,6 +149,7 @@ def command(
         max_file=_size("--max-file", max_file),
         batch_lines=batch_lines,
         fields=_fields(strict, lenient),
+        canonicalize=_canonical(canonicalize),
     )
     adapters = {"runtime_lora": runtime_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
     engine = replace(
@@ -160,6 +164,14 @@ def command(
     loras = read_loras(lora or [], wanted)
     engines = [replace(engine, name=one.name, loras=loras.get(one.name, ())) for one in wanted]
     raise typer.Exit(_serve(store, wanted, server, engines))
+
+
+def _canonical(text: str) -> tuple[str, ...]:
+    if text.strip() == "none":
+        return ()
+    from quire.chat.canonical import names
+
+    return names(text, "--canonicalize")
 
 
 def _key(given: str | None) -> str | None:

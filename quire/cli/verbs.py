@@ -16,6 +16,7 @@ from typing import Any
 VERBS: dict[str, str] = {
     "run": "Chat with a model, or ask it one thing.",
     "serve": "Serve a model over HTTP (OpenAI's, Anthropic's and Ollama's APIs).",
+    "launch": "Start a coding agent on a model served here.",
     "embed": "Embed texts, compare them, or score them against a query.",
     "pull": "Fetch models into the store.",
     "list": "List the models on this machine.",

@@ -188,6 +188,14 @@ class ModelMetrics:
         self._refused = Counter(
             "quire_requests_refused", "Requests refused, by error code.", ["model_name", "code"], registry=registry
         )
+        labels = ["model_name", "cause"]
+        self._breaks = Counter(
+            "quire_prefix_breaks",
+            "Prompts of which tokens were computed again that an earlier one had, by what broke them.",
+            labels,
+            registry=registry,
+        )
+        self._lost = Counter("quire_prefix_break_tokens", "Those tokens.", labels, registry=registry)
         self._name = name
 
     def asked(self, n: int, max_tokens: int | None) -> None:
@@ -245,6 +253,11 @@ class ModelMetrics:
     def disconnected(self) -> None:
         """A client went away before its answer was whole."""
         self._aborted.inc()
+
+    def prefix_broke(self, cause: str, tokens: int) -> None:
+        """A prompt was computed again in part. `cause`: the part of the request that changed, or why pages were gone."""
+        self._breaks.labels(self._name, cause).inc()
+        self._lost.labels(self._name, cause).inc(tokens)
 
     def refused(self, code: str) -> None:
         """A request was answered with an error from the catalogue."""

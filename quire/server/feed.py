@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -24,7 +24,10 @@ from starlette.types import Receive
 from quire.chat.types import Chunk, Generation
 from quire.observe.errors import Busy, EngineDead, QuireError, Unavailable
 from quire.server.errors import ClientGone, engine_error
-from quire.server.served import Served
+from quire.server.served import WATCHED, Served
+
+if TYPE_CHECKING:
+    from quire.server.explained import Watch
 
 KEEP_ALIVE_SECONDS = 10.0
 
@@ -47,6 +50,7 @@ class Feed:
         served.model.ready()  # its engine may have died since the request was resolved
         self.served = served
         self._stream = stream or served.completer.stream  # another one may run several generations for one answer
+        self._watched = stream is None  # what explains a prompt knows one
         self.generations = [served.placed(g) for g in generations]
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
@@ -130,6 +134,7 @@ class Feed:
         metrics = self.served.metrics
         last: dict[int, float] = {}  # choice -> when its newest token came
         open_choices, longest = generation.sampling.n, 0
+        watch = _watch(self.served, generation) if self._watched else None
         try:
             async with aclosing(self._stream(generation)) as chunks:
                 async for chunk in chunks:
@@ -145,6 +150,8 @@ class Feed:
                             metrics.first_token(now - self.arrived)
                         elif metrics is not None and before is not None:
                             metrics.next_token(now - before)
+                    if watch is not None:
+                        await watch.take(chunk)
                     if chunk.finish is not None:
                         open_choices -= 1
                         self._finish(prompt, chunk, now)
@@ -157,6 +164,9 @@ class Feed:
                 raise EngineDead("the engine ended the request without finishing it")
         except Exception as error:
             self.fail(error)
+        finally:
+            if watch is not None:
+                watch.close()
         self._running -= 1
         self._news.set()
 
@@ -201,6 +211,15 @@ class Feed:
             if message["type"] == "http.disconnect":
                 self.fail(ClientGone())
                 return
+
+
+def _watch(served: Served, generation: Generation) -> Watch | None:
+    """What follows a request to tell why its prompt was not cached; None for a short prompt that was left as it came."""
+    if len(generation.prompt) < WATCHED and (generation.origin is None or not generation.origin.changes):
+        return None
+    from quire.server.explained import Watch
+
+    return Watch(served, generation)
 
 
 class _Work:

@@ -75,6 +75,8 @@ async def open_model(
 
 def _tell(completer: Completer, say: Callable[[str], None]) -> None:
     """Say how answers are read, and what of them could not be: beside the way, nobody waits for it."""
+    if completer.prompts_tools:
+        say("tools: by the general prompt, because the chat template has no place for them (docs/tools.md)")
     try:
         score = completer.score()
     except Exception as error:  # a template's fault: requests that meet it are refused with the reason

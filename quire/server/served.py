@@ -31,11 +31,13 @@ from quire.weights.store.catalogue import look_up
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.chat.embedder import Embedder
+    from quire.chat.prefixes.finder import Finder
     from quire.chat.templates.template import ChatTemplate
     from quire.chat.tokenizers.tokenizer import Tokenizer
     from quire.chat.types import Generation
 
 MAX_NAME = 512  # characters of a name that is looked for
+WATCHED = 512  # tokens of a prompt from which on it is worth knowing why it was not in the prefix cache
 
 
 class Running(Protocol):
@@ -86,6 +88,7 @@ class Model:
         self.client: EngineClient | None = None
         self.completer: Completer | None = None
         self.metrics: ModelMetrics | None = None
+        self.finder: Finder | None = None  # of what breaks prefixes, once a long prompt came
         self.fingerprint = ""
         self.note = "starting"  # what loading is busy with
         self.loading = Progress()
@@ -196,6 +199,8 @@ class Served:
     adapter: str = ""  # empty: the model as it is
     caller: Caller = field(default=NOBODY)
     reading: Reading = STRICT  # how the request's body is read
+    agent: str = ""  # the User-Agent header
+    canonical: tuple[str, ...] = ()  # what of a conversation is rewritten before it becomes a prompt
 
     @property
     def tokenizer(self) -> Tokenizer:

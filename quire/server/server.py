@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
@@ -24,6 +25,8 @@ from quire.server.state import State
 if TYPE_CHECKING:
     from quire.chat.completer import Completer
     from quire.weights.store.store import Store
+
+CANONICALIZE = "x-quire-canonicalize"  # a header: what of a conversation shall be rewritten, in place of what the server was started with
 
 
 class Job(Protocol):
@@ -95,7 +98,14 @@ class Server:
     async def resolve(self, request: Request, name: str | None, *, first: bool = False) -> Served:
         """What the request is answered by, by the name it has for a model. See `Models.resolve`."""
         scope = request.scope
-        return await self.models.resolve(name, scope.get(SCOPE, NOBODY), first=first, reading=Reading(scope))
+        served = await self.models.resolve(name, scope.get(SCOPE, NOBODY), first=first, reading=Reading(scope))
+        agent, asked = request.headers.get("user-agent", ""), request.headers.get(CANONICALIZE)
+        canonical = self.config.canonicalize
+        if asked is not None:
+            from quire.chat.canonical import names
+
+            canonical = names(asked, f"the header {CANONICALIZE}")
+        return replace(served, agent=agent, canonical=canonical)
 
     def attach(self, model: Model, client: EngineClient, completer: Completer) -> None:
         """A model is loaded: from now on its requests are taken."""

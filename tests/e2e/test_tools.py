@@ -197,6 +197,20 @@ def test_anthropics_client_calls(forced: Server):
         assert answered.content and answered.usage.input_tokens + answered.usage.cache_read_input_tokens > counted
 
 
+def test_the_responses_api_calls(forced: Server):
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
+    fields: Any = {"model": DEFAULT_MODEL, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    client = forced.client()
+    made = client.responses.create(input="Weather in Paris?", temperature=0, max_output_tokens=80, **fields)
+    (call,) = [item for item in made.output if item.type == "function_call"]
+    check(call.name, json.loads(call.arguments))
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
+    follow = client.responses.create(
+        input=[output], previous_response_id=made.id, max_output_tokens=16, **fields | {"tool_choice": "auto"}
+    )
+    assert follow.output and follow.usage.input_tokens > made.usage.input_tokens
+
+
 def test_errors_reach_the_clients(forced: Server, server: Server):
     with pytest.raises(openai.BadRequestError) as caught:
         create(forced, tools=[WEATHER, WEATHER])

@@ -231,6 +231,7 @@ class Order:
         self.scheduler, self.free, self.fair = scheduler, free, free and fair
         self.lookups: list[int] = []  # in this plan: ids of the tokens
         self.accounts: dict[int, list[int]] = {}  # of first prompts, by key: what they had, and later ones meanwhile
+        self.spoiled: set[int] = set()  # keys of these
         self.failed: dict[int, int] = {}  # by key: pages given back when there was no room for it
         match = scheduler.tree.match
 
@@ -290,19 +291,19 @@ class Order:
         enough = min(self.left[first.key], max(1, total // 5) if total > 4 else 0)
         expect(own >= enough, "the first of the prompts has less than a fifth", own, total)
         account = self.accounts.setdefault(first.key, list(self.begun[first.key]))
+        if urgent or first.preemptions:
+            self.spoiled.add(first.key)  # what others had before it is no longer what was lent alone
+        clean = first.key not in self.spoiled
         owed = account[0] / 4 > account[1] + 1  # later ones have had less than a fifth so far
-        if not urgent:
-            account[1] += total - own
-            most = account[0] / 4 + self.left[first.key] / 8 + 3
-            expect(
-                own == self.left[first.key] or account[1] <= max(most, (account[0] + own) / 4 + 3), "too much was lent"
-            )
+        account[1] += total - own
+        most = max(account[0] / 4 + self.left[first.key] / 8, (account[0] + own) / 4) + 3
+        expect(not clean or own == self.left[first.key] or account[1] <= most, "too much was lent", account, most)
         account[0] += own
         left = [s for s in self.waiting.values() if s.status == "waiting" and s.waits_for is None]
         if len(self.scheduler._slots) > 1 and not any(s.no_room for s in left):
             others += [s.left for s in left if s.order[0] == first.order[0]]
         if (
-            others and owed and not urgent and not first.preemptions and not self.scheduler._budget.left
+            others and owed and clean and not self.scheduler._budget.left
         ):  # with tokens left over it was room that they lacked
             expect(total - own >= min(total // 5, sum(others)), "later prompts have less than a fifth", own, total)
             report.shared += 1

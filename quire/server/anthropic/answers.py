@@ -14,7 +14,7 @@ from typing import Any
 from quire.chat.types import Call, Chunk
 from quire.engine.types import Receipt
 from quire.server.feed import News
-from quire.server.shared.answers import Partial, arguments_of
+from quire.server.shared.answers import Partial, arguments_of, receipt_body
 
 PING = {"type": "ping"}
 # Of each kind of block: the delta that adds to it, and the field that has what is added.
@@ -108,13 +108,20 @@ class Answer:
     """What both answers say, whatever their form."""
 
     def __init__(
-        self, model: str, prompt: int, overlong: bool, notes: list[str], applied: list[dict[str, Any]] | None = None
+        self,
+        model: str,
+        prompt: int,
+        overlong: bool,
+        notes: list[str],
+        applied: list[dict[str, Any]] | None = None,
+        receipts: bool = False,
     ):
         self.id = f"msg_{secrets.token_hex(12)}"
         self.model = model
         self.prompt = prompt  # tokens
         self.overlong = overlong  # max_tokens is over what the context leaves
         self.notes = notes  # what of the request has no effect
+        self.receipts = receipts  # the end tells what happened to the request
         self.edits = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
     def message(self, content: list[Any], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +134,10 @@ class Answer:
         usage = {"input_tokens": self.prompt, "output_tokens": 0}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         return self.message([], {"stop_reason": None, "stop_sequence": None}, usage)
+
+    def receipt(self, said: Partial) -> dict[str, Any]:
+        """What happened to the request, where it asks for that."""
+        return {"quire": {"receipts": [receipt_body(0, said.receipt)]}} if self.receipts else {}
 
     def stop(self, said: Partial) -> dict[str, Any]:
         """Why it ended."""
@@ -174,7 +185,13 @@ class Stream:
     def closing(self) -> Iterable[object]:
         yield from self.blocks.end()
         stop, usage = self.answer.stop(self.said), self.answer.usage(self.said)
-        yield {"type": "message_delta", "delta": stop, "usage": usage, **self.answer.edits}
+        yield {
+            "type": "message_delta",
+            "delta": stop,
+            "usage": usage,
+            **self.answer.edits,
+            **self.answer.receipt(self.said),
+        }
         yield {"type": "message_stop"}
 
     def whole(self) -> dict[str, Any]:
@@ -182,4 +199,7 @@ class Stream:
         for _ in self.blocks.end():
             pass
         stop, usage = self.answer.stop(self.said), self.answer.usage(self.said)
-        return self.answer.message(self.blocks.content, stop, usage) | self.answer.edits
+        made = self.answer.message(self.blocks.content, stop, usage) | self.answer.edits
+        if receipt := self.answer.receipt(self.said):
+            made["quire"] = made.get("quire", {}) | receipt["quire"]
+        return made

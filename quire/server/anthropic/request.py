@@ -115,6 +115,7 @@ class MessagesRequest(Prompt, kw_only=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    receipts: bool | None = None  # Quire's own
     metadata: Metadata | None = None
 
     def params(self, vocab_size: int) -> SamplingParams:
@@ -148,7 +149,7 @@ def edits_of(served: Served, asked: Prompt) -> list[Edit]:
 def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversation:
     """The conversation that a request asks for. `notes` gets what of the request has no effect on this model."""
     try:
-        said, references = turns(asked.messages, asked.system, served.reading)
+        said, references = turns(asked.messages, asked.system, notes, served.reading)
         tools = chosen(asked.tools, asked.tool_choice, references, notes, served.reading)
     except BadRequest as error:
         raise reworded(error) from None
@@ -162,10 +163,14 @@ def conversation_of(served: Served, asked: Prompt, notes: list[str]) -> Conversa
             cure="add tool_result blocks",
             param="messages",
         )
-    if continues and asked.thinking is not None and asked.thinking.type == "enabled":
-        raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+    thinking = asked.thinking
+    if continues and thinking is not None and thinking.type == "enabled":
+        if isinstance(asked, MessagesRequest):
+            raise BadRequest("messages: thinking cannot go before an answer that has begun", param="messages")
+        # Claude Code counts conversations that end with an answer, and asks for thinking as it always does.
+        thinking = None
     effort = None if asked.output_config is None else asked.output_config.effort
-    kwargs = keywords(served, asked.thinking, effort, notes)
+    kwargs = keywords(served, thinking, effort, notes)
     return Conversation(said, tools, kwargs, continues=continues, notes=notes)
 
 
@@ -176,6 +181,7 @@ class Encoded:
     tokens: list[int]
     before: int  # how many tokens there were before the edits
     applied: list[dict[str, Any]]  # edits that cleared something, as an answer tells them
+    said: Conversation  # as it was rendered
 
 
 async def encode(served: Served, said: Conversation, wanted: list[Edit]) -> Encoded:
@@ -193,7 +199,7 @@ async def encode(served: Served, said: Conversation, wanted: list[Edit]) -> Enco
             if saved >= edited.at_least:
                 said, tokens = shorter, fewer
                 applied.append({"type": edit.asked.type, **edited.cleared, "cleared_input_tokens": saved})
-        return Encoded(tokens, before, applied)
+        return Encoded(tokens, before, applied, said)
     except BadRequest as error:
         if error.code == "context_length_exceeded":  # the words that clients look for
             error.message = f"prompt is too long: {error.message}"

@@ -65,15 +65,18 @@ def register(app: FastAPI, server: Server) -> None:
         said = conversation_of(served, asked, notes)
         wanted = asked.constraint()
         encoded = await encode(served, said, edits_of(served, asked))
-        prompt = encoded.tokens
+        prompt, said = encoded.tokens, encoded.said
+        notes += said.changes
         left = room(served, prompt)
         # max_tokens must be sent here, and clients send large ones: the context may end the answer first, and says so.
         sampling = msgspec.structs.replace(sampling, max_tokens=min(asked.max_tokens, left))
         reading, constraint = await conversation.answering(served, prompt, said.tools, wanted)
-        made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+        made = Generation(
+            secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading, origin=said.origin
+        )
         feed = Feed(served, [made], request.receive, arrived)
         applied = None if asked.context_management is None else encoded.applied
-        answer = Answer(served.name, len(prompt), asked.max_tokens > left, notes, applied)
+        answer = Answer(served.name, len(prompt), asked.max_tokens > left, notes, applied, bool(asked.receipts))
         thinking = asked.thinking
         thinks = thinking is not None and thinking.type != "disabled" and conversation.reasons_apart(served)
         stream = Stream(answer, thinking is not None and thinking.omits, thinks)
@@ -91,6 +94,7 @@ def register(app: FastAPI, server: Server) -> None:
         served.generates()
         notes = asked.hints()
         encoded = await encode(served, conversation_of(served, asked, notes), edits_of(served, asked))
+        notes += encoded.said.changes
         more: dict[str, Any] = {}
         if asked.context_management is not None:
             more["context_management"] = {"original_input_tokens": encoded.before}
@@ -160,6 +164,7 @@ COMPAT = (
                     "tool_choice": "`any` and `tool` are enforced",
                     "thinking": "of a model that reasons, else no effect, told in `quire.notes`; the budget is a target",
                     "output_config": "`format` is enforced; `effort` as the template can be told it, else no effect, told in `quire.notes`",
+                    "receipts": "Quire's: what happened to the request",
                     "output_format": "the older place of `output_config.format`",
                     **_HINTS,
                     **_EDITS,

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from quire.chat.canonical import billing
 from quire.observe.errors import BadRequest
 from quire.server.reading import Reading
 from quire.server.shared import bodies
@@ -35,9 +36,9 @@ LATER = frozenset(
     }
 )
 OWNERS = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user"}  # whose messages have such blocks
-# Claude Code writes a line about itself at the head of its system prompt. It differs in every request, so leaving it in
-# would compute the whole prompt anew each time.
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+# Claude Code writes a line for its own accounting at the head of its system prompt. It is left out here, unasked: no model has a use for it, and where
+# it changes, the whole prompt would be computed anew.
+BILLING = "system: Claude Code's line x-anthropic-billing-header is no part of the prompt"
 _INDEX = re.compile(r"\[(\d+)\]")
 _NULL = msgspec.Raw(b"null")
 
@@ -106,22 +107,23 @@ class ToolReference(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def turns(
-    messages: list[Turn], system: str | list[msgspec.Raw] | None, reading: Reading
+    messages: list[Turn], system: str | list[msgspec.Raw] | None, notes: list[str], reading: Reading
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The conversation for the template, which is empty where there are no messages; and the tools that results refer to, and where."""
+    """The conversation for the template, which is empty where there are no messages; and the tools that results refer to, and where.
+    `notes` gets what was left out."""
     check_count(messages)
     made: list[dict[str, Any]] = []
     history = History()
     references: dict[str, str] = {}
     if system is not None and messages:
-        _add(made, {"role": "system", "content": _plain("system", system, reading)})
+        _add(made, {"role": "system", "content": _plain("system", system, notes, reading)})
     for i, turn in enumerate(messages):
         if turn.role not in ROLES:
             where = f"messages.{i}.role"
             raise BadRequest(f"{where}: must be one of {', '.join(sorted(ROLES))}", param=where)
         where = f"messages.{i}.content"
         if turn.role == "system":
-            _add(made, {"role": "system", "content": _plain(where, turn.content, reading)})
+            _add(made, {"role": "system", "content": _plain(where, turn.content, notes, reading)})
         elif isinstance(turn.content, str):
             _add(made, {"role": turn.role, "content": turn.content})
         elif turn.role == "user":
@@ -217,14 +219,16 @@ def _assistant(where: str, blocks: list[msgspec.Raw], history: History, reading:
     return made | {"tool_calls": calls} if calls else made
 
 
-def _plain(where: str, content: str | list[msgspec.Raw], reading: Reading) -> str:
+def _plain(where: str, content: str | list[msgspec.Raw], notes: list[str], reading: Reading) -> str:
     """The text of a system prompt, without Claude Code's own line."""
     texts = (
         [content]
         if isinstance(content, str)
         else [_text(f"{where}.{j}", raw, reading) for j, raw in enumerate(content)]
     )
-    stripped = [_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts]
+    stripped = [billing.without(text) for text in texts]
+    if stripped != texts and BILLING not in notes:
+        notes.append(BILLING)
     return "\n".join(text for text in stripped if text)
 
 

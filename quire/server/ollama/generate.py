@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quire.chat.shifting import Shift
 from quire.chat.tools.types import Tools
-from quire.chat.types import Chunk, Generation
+from quire.chat.types import Chunk, Generation, Origin
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server import ignored
@@ -133,7 +133,7 @@ def register(app: FastAPI, names: Names) -> None:
         lines = _Lines(served, asked, prompt, clock, False, chat=True)
         lines.dropped = whole.dropped
         lines.notes += whole.notes
-        return await _answer(served, request, lines, options, whole.tools, "messages")
+        return await _answer(served, request, lines, options, whole.tools, "messages", origin=whole.origin)
 
     app.add_api_route("/api/generate", generate, methods=["POST"], response_model=None)
     app.add_api_route("/api/chat", chat, methods=["POST"], response_model=None)
@@ -256,6 +256,7 @@ async def _answer(
     tools: Tools | None,
     param: str,
     ends: tuple[int, ...] = (),
+    origin: Origin | None = None,
 ) -> Response:
     """The answer to a prompt: lines, or one object. Without `tools` all of it is text. `ends`: tokens that end it too."""
     asked, prompt = lines.asked, lines.prompt
@@ -275,7 +276,7 @@ async def _answer(
     reading, constraint = None, requests.constraint(asked.format)
     if tools is not None:
         reading, constraint = await conversation.answering(served, prompt, tools, constraint)
-    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading)
+    made = Generation(secrets.token_hex(12), prompt, sampling, constraint=constraint, reading=reading, origin=origin)
     lines.notes += ignored.take(request.scope)
     if asked.shift:
         made = lines.shifting(made, requests.shift(options, len(prompt), context), options)

@@ -107,7 +107,7 @@ def register(app: FastAPI, server: Server) -> None:
         check_prompt(served, prompt, sampling.max_tokens, "messages", max_param)
         made = generation(asked, prompt, sampling)
         reading, constraint = await conversation.answering(served, prompt, said.tools, made.constraint)
-        made = replace(made, reading=reading, constraint=constraint)
+        made = replace(made, reading=reading, constraint=constraint, origin=said.origin)
         feed = Feed(served, [made], request.receive, arrived)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = envelope(served, asked, "chatcmpl", kind)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.chat.tools.types import Tools
+from quire.chat.types import Origin
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
-from quire.server.served import Served
+from quire.server.served import WATCHED, Served
 from quire.server.shared import bodies
 from quire.server.shared.tools import NO_TOOLS, check_name, shown, told_in_words
 
@@ -97,6 +98,10 @@ class Conversation:
         """Quire's own fields of an answer about all this."""
         made: dict[str, Any] = {"notes": self.notes} if self.notes else {}
         return made if self.dropped is None else made | {"dropped": self.dropped.body()}
+
+    origin: Origin | None = None  # once it was encoded, of a long prompt
+    changes: tuple[str, ...] = ()  # what was rewritten because that was asked for
+    canonical: bool = False  # that was done
 
 
 class History:
@@ -292,8 +297,14 @@ async def encode_text(served: Served, text: str, param: str, add_special: bool |
 
 
 async def encode(served: Served, said: Conversation, param: str = "messages") -> list[int]:
-    """Tokens of a conversation, through the model's own template. Tools that it cannot call are left out of `said` where that is excused."""
+    """Tokens of a conversation, through the model's own template. Notes in it what explains them, and what was rewritten."""
     completer = served.completer
+    if served.canonical and not said.canonical:
+        from quire.chat.canonical import rewrite
+
+        check_text(served, "".join(texts(said.turns)), param)
+        rewritten = await asyncio.to_thread(rewrite, said.turns, said.tools, served.canonical)
+        said.turns, said.tools, said.changes, said.canonical = *rewritten, True
     tools = None
     if said.tools.tools:
         tools = shown(said.tools)
@@ -316,16 +327,17 @@ async def encode(served: Served, said: Conversation, param: str = "messages") ->
             kwargs["documents"] = said.documents
     if said.continues:
         kwargs["continue_final_message"] = True
+    kwargs["add_generation_prompt"] = said.generation_prompt and not said.continues
     try:
-        tokens = await completer.encode_chat(
-            said.turns, add_generation_prompt=said.generation_prompt and not said.continues, **kwargs
-        )
+        tokens = await completer.encode_chat(said.turns, **kwargs)
     except BadRequest as error:
         if error.param == "prompt":  # the text that the template wrote
             error.param = param
         raise
     if said.tools.tools and (note := told_in_words(served)) is not None and note not in said.notes:
         said.notes.append(note)
+    if len(tokens) >= WATCHED or said.changes:
+        said.origin = Origin(said.turns, kwargs, said.changes)
     return tokens
 
 

@@ -61,12 +61,12 @@ async def encode(served: Served, said: Conversation, fit: Fit | None, param: str
         shorter = replace(said, turns=cuts[middle].kept(said.turns))
         tokens = await _measured(served, shorter, param)
         if tokens is not None and len(tokens) <= room:
-            best, high = (cuts[middle], tokens), middle - 1
+            best, high = (cuts[middle], tokens, shorter.origin), middle - 1
         else:
             low = middle + 1
     if best is None:
         raise await _refusal(served, said, fit, cuts, whole, context, param)
-    cut, tokens = best
+    cut, tokens, said.origin = best
     said.dropped = cut.told(said.turns, fit.param, None if whole is None else len(whole) - len(tokens))
     said.notes.append(said.dropped.note)
     said.turns = cut.kept(said.turns)

@@ -142,7 +142,7 @@ def test_a_plan_costs_the_same_behind_any_prefix(prefix: int) -> None:
     for waiting in (1, 100, 10_000):
         cost, lookups, asked = blocked(prefix, waiting).steady()
         assert (lookups, asked) == (0, 0)
-        assert cost <= free + 25, "the head of the queue is looked at, and remembered"
+        assert cost <= free + 35, "the head of the queue is looked at, and remembered"
 
 
 def test_who_did_not_fit_is_looked_up_once() -> None:

@@ -16,7 +16,7 @@ from quire.chat.tools.types import Tools
 from quire.chat.types import Chunk, Generation, TokenLogprob, TokenText
 from quire.config import ServerConfig
 from quire.engine.types import Constraint, EngineInfo, Receipt, Stats
-from quire.observe.errors import QuireError
+from quire.observe.errors import BadRequest, QuireError
 from quire.observe.steps import StepInfo
 from quire.server.app import create_app
 from quire.server.served import Model
@@ -63,6 +63,9 @@ class FakeTemplate:
     @property
     def reads(self) -> frozenset[str]:
         return frozenset(re.findall(r"\w+", self.source))
+
+    def conversation(self, messages: list[dict[str, Any]], **given: Any) -> Any:
+        raise BadRequest("this one only says what it reads")
 
 
 class FakeClient:

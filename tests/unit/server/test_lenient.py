@@ -14,12 +14,15 @@ from openai import AsyncOpenAI
 
 from quire.config import ServerConfig
 from quire.server import ignored
+from quire.server.app import create_app
+from quire.server.callers import NOBODY
+from quire.server.openai.batches.call import Call
 from quire.server.reading import Reading
 from quire.server.shared import lenient
 from quire.server.shared.compat import HONOURED, NEUTRAL, Endpoint, Row
 from quire.server.shared.messages import ChatMessage
 from tests.effort import at_most
-from tests.unit.server.fakes import CALLER, MODEL, URL, FakeCompleter, client_for, events
+from tests.unit.server.fakes import CALLER, MODEL, URL, FakeCompleter, client_for, events, service_over
 from tests.unit.server.test_compat import ASKS, IDS, WITH_FIELDS, body_with, rows_of, send, taken
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -432,7 +435,14 @@ async def test_anthropics_client_reads_the_notes():
         assert final.quire["notes"] == whole.quire["notes"] and final.content[0].text == whole.content[0].text
 
 
-async def test_batches_and_events_keep_their_shape():
+async def test_a_line_of_a_batch_is_told_in_its_body():
+    completer = FakeCompleter()
+    app = create_app(ServerConfig(), service_over(completer))
+    status, body = await Call(app)(CHAT, json.dumps({"messages": USER, "zz": 1}).encode(), NOBODY)
+    assert (status, notes_of(json.loads(body))) == (200, ["zz: unknown here, ignored"])
+
+
+async def test_notes_go_beside_receipts():
     async with client_for() as http:
         r = await http.post(CHAT, json={"messages": USER, "stream": True, "zz": 1, "receipts": True})
     found = events(r.text)

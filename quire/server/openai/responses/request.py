@@ -112,9 +112,9 @@ async def generated(served: Served, ready: Prepared) -> Generation:
     )
     check_prompt(served, ready.prompt, sampling.max_tokens, "input", "max_output_tokens")
     made = generation(asked, ready.prompt, sampling)
-    tools, must = (NO_TOOLS, None) if ready.compacts else (ready.tools.choice, made.constraint)
+    tools, must = (NO_TOOLS, None) if ready.compacts else (ready.said.tools, made.constraint)
     reading, constraint = await conversation.answering(served, ready.prompt, tools, must)
-    return replace(made, reading=reading, constraint=constraint)
+    return replace(made, reading=reading, constraint=constraint, origin=ready.said.origin)
 
 
 def _fit(asked: ResponseRequest, compacts: bool) -> Fit | None:

@@ -152,26 +152,25 @@ class Searches:
         turn: dict[str, Any] = {"role": "assistant", "content": "".join(said.text), "tool_calls": calls}
         if thought := "".join(said.reasoning):
             turn["reasoning_content"] = thought
-        ready.said.turns.append(turn)
+        turns = [*ready.said.turns, turn]
         for i, (id, name, *pieces) in enumerate(said.calls):
             entries = self._result(n + i, (ready.tools.known[name].fields("".join(pieces)) or {}).get("arguments", {}))
             told = {"type": "tool_search_output", "tools": [{"name": one.tool.name} for one in entries]}
             result = result_of(told, lambda kind, space, name: name)
-            ready.said.turns.append({"role": "tool", "content": result, "tool_call_id": id, "name": name})
+            turns.append({"role": "tool", "content": result, "tool_call_id": id, "name": name})
         new = introduced([one.tool for result in self._results[n:] for one in result], ready.tools)
-        ready.tools.choice = tools = Tools(
-            (*ready.tools.choice.tools, *new), "auto", parallel=ready.tools.choice.parallel
-        )
-        ready.said.tools = tools
+        whole = ready.said
+        whole.turns, whole.canonical = turns, False
+        whole.tools = ready.tools.choice = Tools((*whole.tools.tools, *new), "auto", parallel=whole.tools.parallel)
         sampling, fit = generation.sampling, ready.fit
         if sampling.max_tokens is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=max(1, sampling.max_tokens - spent))
         if fit is not None and fit.answer is not None:
-            fit = replace(fit, answer=max(1, fit.answer - spent))
-        prompt = await fitting.encode(served, ready.said, fit, "input")
+            fit = replace(fit, answer=sampling.max_tokens)
+        prompt = await fitting.encode(served, whole, fit, "input")
         self.prompted += len(prompt)
         check_prompt(served, prompt, None, "input", "max_output_tokens")
-        reading, constraint = await conversation.answering(served, prompt, tools, ready.asked.constraint())
+        reading, constraint = await conversation.answering(served, prompt, whole.tools, ready.asked.constraint())
         return replace(generation, prompt=prompt, sampling=sampling, reading=reading, constraint=constraint)
 
 

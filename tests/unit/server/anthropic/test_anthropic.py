@@ -231,7 +231,10 @@ async def test_what_the_template_is_given(fields: dict[str, Any], rendered: list
         assert [(m["role"], m["content"]) for m in messages] == rendered
         assert kwargs == {"add_generation_prompt": True}
     usage = answer.json()["usage"]
-    assert count.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert count.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    billed = BILLING in str(fields.get("system")) and BILLING not in str(rendered)
+    notes = ["system: Claude Code's line x-anthropic-billing-header is no part of the prompt"] if billed else []
+    assert [r.json().get("quire", {"notes": []})["notes"] for r in (answer, count)] == [notes, notes]
     assert len(completer.rendered) == 2
 
 

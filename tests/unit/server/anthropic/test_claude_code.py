@@ -43,7 +43,7 @@ async def test_a_turn_of_claude_codes(reasons: bool):
         for name in ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
             assert type(usage[name]) is int, name
     notes = found[0]["message"].get("quire", {"notes": []})["notes"]
-    assert [n.split(" ")[0] for n in notes] == ([] if reasons else ["output_config.effort", "thinking:"])
+    assert [n.split(" ")[0] for n in notes] == ["system:", *([] if reasons else ["output_config.effort", "thinking:"])]
 
     turns, kwargs = completer.rendered[0]
     assert [t["role"] for t in turns] == ["system", "user", "assistant", "tool", "user", "assistant", "tool"]

@@ -39,7 +39,7 @@ def model(reasons: bool = False) -> FakeCompleter:
 
 
 @asynccontextmanager
-async def claude(completer: FakeCompleter) -> AsyncIterator[AsyncAnthropic]:
+async def claude(completer: FakeCompleter) -> AsyncIterator[Any]:
     async with client_for(completer) as http:
         transport: Any = http._transport
         theirs = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=transport.app))
