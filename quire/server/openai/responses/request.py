@@ -149,9 +149,8 @@ def _lost(items: list[Item], places: list[str]) -> dict[str, str]:
 
 def _thresholds(asked: ResponseRequest, size: int) -> dict[str, str]:
     """Conversations are compacted when they are asked to be, not by their length."""
-    over = [
-        one for one in asked.context_management or () if one.compact_threshold is None or size > one.compact_threshold
-    ]
+    asks = [one.compact_threshold for one in asked.context_management or () if one.type == "compaction"]
+    over = [most for most in asks if most is None or size > most]
     if not over:
         return {}
     return {
