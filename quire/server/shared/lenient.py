@@ -82,9 +82,7 @@ def excuse(scope: Scope | None, error: BadRequest, where: str = "") -> None:
         raise error
     name = error.param or "request"
     said = error.message.removeprefix(f"{name}: ").removeprefix(f"{name} ")
-    found, path = ignored.of(scope), within(where, name)
-    if ignored.plain(path) not in found.names:  # who needs it twice tells it once
-        found.add(path, f"{said}; ignored")
+    ignored.of(scope).add(within(where, name), f"{said}; ignored")
 
 
 def within(where: str, name: str) -> str:
