@@ -32,12 +32,15 @@ class Ignored:
     taken: bool = False  # a dialect tells the notes itself
 
     def add(self, name: str, why: str) -> None:
-        """A field that is ignored, by its path, and a sentence about it."""
+        """A field that is ignored, by its path, and a sentence about it. What is read twice is told once."""
+        name = plain(name)
+        note = f"{name}: {why}"
+        if note in self.notes:
+            return
         self.count += 1
         if self.count <= MOST:
-            name = plain(name)
             self.names.append(name)
-            self.notes.append(f"{name}: {why}")
+            self.notes.append(note)
 
     def header(self) -> tuple[bytes, bytes]:
         """The header: the names, and how many more there were."""

@@ -60,7 +60,7 @@ class Progress:
         self._began, self._done = self._clock(), 0.0
 
     def note(self, done: int, total: int) -> None:
-        """So many bytes of all are read."""
+        """Note how many bytes of all are read."""
         self._done = min(1.0, done / total) if total > 0 else 0.0
 
     def end(self) -> None:
