@@ -1,13 +1,14 @@
 """Tools that take a text instead of arguments (OpenAI's `custom` ones): shown to a model as functions of one string, read back as the text.
 
 A template knows functions with JSON arguments alone. The text of a call is decoded as it comes. A model that wrote its arguments otherwise, which
-only one without a grammar can, is taken at its word: its one string, or all that it wrote. Knows no dialect's shapes but the one of a format.
+only one without a grammar can, is taken at its word: its one string, or all that it wrote. Of OpenAI's shapes it knows those of formats, and the tool of chat completions.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,54 @@ def text_tool(where: str, name: str, description: str | None, grammar: Grammar |
     )
 
 
+class Format(msgspec.Struct, forbid_unknown_fields=True):
+    """`custom.format` as chat completions write it."""
+
+    type: str
+    grammar: Grammar | None = None
+
+
+class Custom(msgspec.Struct, forbid_unknown_fields=True):
+    """`tools[].custom`."""
+
+    name: str
+    description: str | None = None
+    format: Format | None = None
+
+
+class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool that takes a text, in the shape of chat completions."""
+
+    type: str
+    custom: Custom
+
+
+class _Name(msgspec.Struct):
+    name: str
+
+
+class _Any(msgspec.Struct):
+    type: str | None = None
+    custom: _Name | None = None
+
+
+def text_names(items: Sequence[Raw]) -> frozenset[str]:
+    """The names of the `custom` tools among those of chat completions, which were checked."""
+    given: list[_Any] = [at("tools", raw, _Any) for raw in items]
+    return frozenset(one.custom.name for one in given if one.type == "custom" and one.custom is not None)
+
+
+def nested_tool(where: str, raw: Raw, reading: Reading) -> Tool:
+    """A `custom` tool as chat completions write it."""
+    given = at(where, raw, CustomTool, reading).custom
+    where, shape = f"{where}.custom", given.format
+    if shape is not None and shape.type not in ("text", "grammar"):
+        raise BadRequest(f"{where}.format.type must be text or grammar", param=f"{where}.format.type")
+    if shape is not None and shape.type == "grammar" and shape.grammar is None:
+        raise BadRequest(f"{where}.format.grammar is missing", param=f"{where}.format.grammar")
+    return text_tool(where, given.name, given.description, shape.grammar if shape and shape.type == "grammar" else None)
+
+
 def flat_format(where: str, raw: Raw, reading: Reading) -> Grammar | None:
     """`format` as the Responses API writes it: {"type": "grammar", "syntax": …, "definition": …}, or of type text."""
     if bytes(raw) in (b"", b"null"):
@@ -82,6 +131,12 @@ def flat_format(where: str, raw: Raw, reading: Reading) -> Grammar | None:
 def arguments_with(text: str) -> str:
     """The arguments of a call with that text."""
     return json.dumps({TEXT: text}, ensure_ascii=False)
+
+
+def text_of(arguments: str) -> str:
+    """The text in the whole arguments of a call."""
+    text = TextArgument()
+    return text.feed(arguments) + text.finish()
 
 
 class TextArgument:

@@ -299,7 +299,7 @@ async def test_lenient_ignores_what_cannot_be_honoured_and_tells_it(endpoint: En
 
 SCHEMA = {"type": "object"}
 EXCUSED: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}, TOOL]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "mcp", "mcp": {"name": "x"}}, TOOL]}, "tools[0].type"),
     (CHAT, {"service_tier": "flex"}, "service_tier"),
     (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     (CHAT, {"documents": [{"text": "x"}]}, "documents"),
