@@ -12,6 +12,7 @@ import pytest
 from quire.chat.templates.template import ChatTemplate
 from quire.chat.tools.check import parse
 from quire.chat.tools.detect import detect_format
+from quire.chat.tools.general import general
 from quire.chat.tools.types import TEXT, Tool, Tools
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
@@ -146,3 +147,24 @@ def test_the_arguments_are_json_whatever_the_grammar_has() -> None:
             inner = json.dumps({TEXT: characters + "b"}, ensure_ascii=False)
             assert walk.takes(f'<tool_call>\n{{"name": "f", "arguments": {inner}}}\n</tool_call>')
             assert not walk.takes(f'<tool_call>\n{{"name": "f", "arguments": {inner.replace("é", "a")}}}\n</tool_call>')
+
+
+def test_the_general_prompt_holds_a_text_to_its_grammar() -> None:
+    """Where it is demanded, and where the model calls by itself after some words."""
+    form = general(None, Bytes().controls)
+    tool = takes_text("lark", PATCH)
+    for said, tools in (("", Tools([tool], "named", "f")), ("I write.\n", Tools([tool]))):
+        walk = walked(form.constraint("", tools, None), ())
+        for text in TEXTS:
+            call = json.dumps({"name": "f", "arguments": {TEXT: text}}, ensure_ascii=False)
+            written = f"{said}<tool_call>\n{call}\n</tool_call>"
+            assert walk.takes(written), written
+            assert parse(form.reading("", tools), [written])[2] == [("f", {TEXT: text})]
+            assert not walk.takes(written.replace("***", "**", 1))
+    walk, rng, whole = walked(form.constraint("", Tools([tool], "named", "f"), None), ()), random.Random(3), 0
+    for _ in range(12):
+        if (text := walk.random(rng, '"}}', "*** End", "\\n*** End", most=300)) is not None:
+            whole += 1
+            ((_, arguments),) = parse(form.reading("", Tools([tool], "named", "f")), [text])[2]
+            assert PATCH_LIKE.fullmatch(arguments[TEXT]), text
+    assert whole, "no walk came to an end"

@@ -348,3 +348,24 @@ async def test_a_search_with_nothing_to_find_is_told():
     async with client_for(calls(("weather", "{}"))) as http:
         body = await post(http, tools=[TOOL, {"type": "tool_search"}])
     assert noted(body) == ["tools[1]"] and "nothing to search" in body["quire"]["notes"][0]
+
+
+async def test_a_search_cuts_what_no_longer_fits_where_that_is_asked_for():
+    """What the search adds to the prompt makes it too long: more of the conversation is left out then, and the end of the answer tells."""
+    found = calls(("tool_search", '{"query": "find customers"}')), calls(("crm__find_customer", '{"a":1}'))
+    completer = Searcher(*found)
+    said = [{"role": role, "content": f"{role} {i} " + "x" * 60} for i in range(10) for role in ("user", "assistant")]
+    asked: Any = {"tools": SERVED, "input": [*said, {"role": "user", "content": "now"}], "max_output_tokens": 20}
+    async with client_for(completer) as http:
+        await post(http, **asked)
+        first, second = (len(g.prompt) for g in completer.seen)
+        assert first < second
+        completer.info = msgspec.structs.replace(completer.info, context=first + 25)
+        refused = await http.post("/v1/responses", json=HI | asked)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        body = await post(http, **asked, truncation="auto")
+        whole = told((await http.post("/v1/responses", json=HI | asked | {"truncation": "auto", "stream": True})).text)
+    assert [one["type"] for one in body["output"]] == ["tool_search_call", "tool_search_output", "function_call"]
+    assert [note.partition(":")[0] for note in body["quire"]["notes"]] == ["truncation"]
+    assert body["quire"]["dropped"]["messages"] > 0 and len(completer.seen[-1].prompt) <= first + 5
+    assert "quire" not in whole[0]["response"] and whole[-1]["response"]["quire"] == body["quire"]
