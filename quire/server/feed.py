@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -33,14 +33,24 @@ KEEP_ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
 News: TypeAlias = tuple[int, Chunk]  # which prompt, what
+Stream: TypeAlias = Callable[[Generation], AsyncGenerator[Chunk, None]]
 
 
 class Feed:
     """Runs the generations and hands out their chunks in batches: all that have arrived since the last call."""
 
-    def __init__(self, served: Served, generations: list[Generation], receive: Receive, arrived: float):
+    def __init__(
+        self,
+        served: Served,
+        generations: list[Generation],
+        receive: Receive,
+        arrived: float,
+        stream: Stream | None = None,
+    ):
         served.model.ready()  # its engine may have died since the request was resolved
         self.served = served
+        self._stream = stream or served.completer.stream  # another one may run several generations for one answer
+        self._watched = stream is None  # what explains a prompt knows one
         self.generations = [served.placed(g) for g in generations]
         self.arrived = arrived  # time.monotonic() when the request came
         self._receive = receive
@@ -124,9 +134,9 @@ class Feed:
         metrics = self.served.metrics
         last: dict[int, float] = {}  # choice -> when its newest token came
         open_choices, longest = generation.sampling.n, 0
-        watch = _watch(self.served, generation)
+        watch = _watch(self.served, generation) if self._watched else None
         try:
-            async with aclosing(self.served.completer.stream(generation)) as chunks:
+            async with aclosing(self._stream(generation)) as chunks:
                 async for chunk in chunks:
                     now = time.monotonic()
                     if chunk.finish == "error":

@@ -23,13 +23,13 @@ class Lark:
     """A grammar that is being written."""
 
     def __init__(self, cut: Cut):
-        self._cut = cut
+        self.cut = cut
         self._rules: list[str] = []
         self._parts: dict[str, Constraint] = {}
 
     def text(self, text: str) -> str:
         """Exactly this text, where control tokens count as such."""
-        made = (f"<[{p}]>" if isinstance(p, int) else json.dumps(p) for p in self._cut(text) if p != "")
+        made = (f"<[{p}]>" if isinstance(p, int) else json.dumps(p) for p in self.cut(text) if p != "")
         return " ".join(made)
 
     def rule(self, body: str) -> str:
@@ -56,13 +56,20 @@ class Lark:
 
     def until(self, stop: str) -> str:
         """Any text up to `stop`, and `stop`."""
-        parts = [p for p in self._cut(stop) if p != ""]
+        parts = [p for p in self.cut(stop) if p != ""]
         if isinstance(parts[0], int):
             return f"{self.any()} {self.text(stop)}"
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: ANY {json.dumps(parts[0])}")
         self.any()
         return " ".join([name, *(f"<[{p}]>" if isinstance(p, int) else json.dumps(p) for p in parts[1:])])
+
+    def first(self, pattern: str, before: str, mark: str) -> str:
+        """A text that a pattern (between slashes) matches, then `before` and `mark`, which does not stand earlier. The mark is no control token."""
+        name = f"TEXT{len(self._rules)}"
+        ends = _pattern(mark)
+        self._rules.append(f"{name}: {pattern[:-1]}{_pattern(before)}{ends}/ & ~/(.|\\n)*{ends}(.|\\n)+/")
+        return name
 
     def any(self) -> str:
         """Any text without control tokens, or none."""
@@ -72,7 +79,7 @@ class Lark:
 
     def free(self, *without: str) -> str:
         """Any text in which none of these begins."""
-        texts = [first for first in (self._cut(text)[0] for text in without) if isinstance(first, str)]
+        texts = [first for first in (self.cut(text)[0] for text in without) if isinstance(first, str)]
         if not texts:
             return self.any()
         name = f"FREE{len(self._rules)}"

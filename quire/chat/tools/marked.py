@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.chat.tools.lark import SPACE, Cut, Lark, any_of
+from quire.chat.tools.lark import SPACE, Cut, Lark, any_of, lark_regex
 from quire.chat.tools.reader import Read, Reader, Stops, Text
-from quire.chat.tools.types import Parser, Tool, Tools
+from quire.chat.tools.types import TEXT, Parser, Tool, Tools
 from quire.engine.constraints.closed import closed
+from quire.engine.constraints.escaped import pattern_of
 from quire.engine.constraints.schemas import ANNOTATIONS
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
@@ -234,7 +235,48 @@ def text_and_calls(
 
 def arguments(g: Lark, tool: Tool, counts: bool, where: str = "tools") -> str:
     """The grammar of a tool's arguments as JSON."""
+    if counts and tool.grammar is not None:
+        return f"{g.text(_dumps({TEXT: 0})[:-2])} {json_text(g, tool.grammar)} {g.text('}')}"
     return g.part(Constraint(kind="json_schema", text=_dumps(schema_of(tool, counts)), param=f"{where}: {tool.name}"))
+
+
+def json_text(g: Lark, grammar: Constraint) -> str:
+    """A JSON string whose text a grammar describes."""
+    if grammar.kind == "regex":
+        schema = {"type": "string", "pattern": f"^(?:{grammar.text})$"}
+        return g.part(Constraint(kind="json_schema", text=_dumps(schema), param=grammar.param))
+    return f"{g.text(chr(34))} {g.part(Constraint(kind='escaped_lark', text=grammar.text, param=grammar.param))} {g.text(chr(34))}"
+
+
+def bare_text(g: Lark, tool: Tool, mark: str, before: str = "") -> str:
+    """A text as it is, up to a mark, and the mark; `before` stands between the two. A reader takes the first mark for the end, so none
+    may stand in what a tool's grammar describes."""
+    if tool.grammar is None:
+        return g.until(mark)
+    grammar = tool.grammar
+    control = not isinstance(g.cut(mark)[0], str)
+    try:
+        pattern = _of_one_line(grammar.text) if grammar.kind == "regex" else pattern_of(grammar.text)
+    except ValueError as error:
+        if not control:
+            raise BadRequest(f"{grammar.param}: {error}", param=grammar.param, code="unsupported_constraint") from None
+        pattern = None
+    if control:
+        return f"{g.part(grammar)} {g.text(before + mark)}"
+    if pattern is None:
+        raise BadRequest(
+            f"{grammar.param}: a rule that names itself cannot be enforced in the way this model writes calls",
+            param=grammar.param,
+            code="unsupported_constraint",
+        )
+    return g.first(lark_regex(pattern), before, mark)
+
+
+def _of_one_line(pattern: str) -> str:
+    """A pattern without the anchors around it, which it has anyhow."""
+    whole = pattern.removeprefix("^")
+    whole = whole[:-1] if whole.endswith("$") and not whole.endswith("\\$") else whole
+    return f"(?:{whole})".replace("\n", "\\n")
 
 
 def schema_of(tool: Tool, counts: bool) -> dict[str, Any]:

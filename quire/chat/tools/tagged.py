@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.chat.tools.lark import Lark, any_of
-from quire.chat.tools.marked import DEFINED, listed
+from quire.chat.tools.marked import DEFINED, bare_text, listed
 from quire.chat.tools.named import NAME, marks
 from quire.chat.tools.probe import RenderedTurns, common_prefix, common_suffix, from_mark
 from quire.chat.tools.reader import Read, Stops, Text
@@ -178,6 +178,10 @@ class TaggedSection:
         types = types_of(inner, whole)
         text = types is None or "string" in types
         before = g.text(self.key_open + key + (self.key_end if text else self.other_end))
+        if tool.grammar is not None:
+            core = self.value_end.strip()
+            lead, trail = self.value_end.split(core, 1)
+            return f"{before} {bare_text(g, tool, core, lead)} {g.text(trail)}"
         if not text:
             part = g.part(Constraint(kind="json_schema", text=json.dumps(inner), param=f"tools: {tool.name}"))
             return f"{before} {part} {g.text(self.value_end)}"

@@ -15,6 +15,7 @@ from quire.engine.types import Constraint
 
 # A template with none of these in its source has neither reasoning nor calls, so detection is skipped.
 SIGNS = ("think", "THINK", "reasoning", "tool", "channel", "functions")
+TEXT = "input"  # the one argument of a tool that takes a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,9 @@ class Tool:
     description: str = ""
     parameters: dict[str, Any] | None = None  # a JSON schema; None: the function takes no arguments
     strict: bool = False  # arguments must validate, even where the model chooses to call by itself
+    grammar: Constraint | None = (
+        None  # of a tool whose one argument is a text (TEXT): what the text must be, in lark or regex
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from quire.engine.constraints.escaped import escaped
 from quire.engine.constraints.gbnf import to_lark
 from quire.engine.constraints.schemas import OWN_OPTIONS, prepared
 from quire.engine.constraints.tags import written
@@ -21,6 +22,7 @@ from quire.runner.params import SamplingParams
 
 JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE, LARK, GBNF = "json_object", "json_schema", "regex", "choice", "lark", "gbnf"
 STRUCTURAL_TAG = "structural_tag"  # see tags.py
+ESCAPED_LARK = "escaped_lark"  # what stands inside a JSON string whose text the Lark grammar describes: see escaped.py
 COMPOSED = (
     "composed"  # a grammar of ours with others inside: {"grammar": …, "parts": {name: {kind, text, param, blanks}}}
 )
@@ -29,6 +31,7 @@ MAX_TEXT = {
     REGEX: 1 << 14,
     CHOICE: 1 << 18,
     LARK: 1 << 16,
+    ESCAPED_LARK: 1 << 16,
     GBNF: 1 << 16,
     STRUCTURAL_TAG: 1 << 20,
     COMPOSED: 2 << 20,
@@ -227,6 +230,12 @@ def _lark(asked: Constraint) -> str:
     return text
 
 
+def _escaped_lark(asked: Constraint) -> str:
+    made = escaped(_lark(asked))
+    _check_terminals(made)
+    return made
+
+
 def _check_terminals(text: str) -> None:
     """Terminals are written out wherever they are named: two names in each of thirty are a billion."""
     bodies: dict[str, list[str]] = {}
@@ -275,6 +284,7 @@ _WRITERS: dict[str, Callable[[Constraint], str]] = {
     REGEX: _regex,
     CHOICE: _choice,
     LARK: _lark,
+    ESCAPED_LARK: _escaped_lark,
     GBNF: _gbnf,
 }
 

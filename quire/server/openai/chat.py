@@ -17,23 +17,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.chat.tools.types import Tools
-from quire.chat.types import CallPart, Chunk
+from quire.chat.types import Chunk
 from quire.observe.errors import BadRequest
 from quire.runner.params import MAX_LOGPROBS
 from quire.server.feed import Feed, News
+from quire.server.openai.calls import CallDeltas
+from quire.server.openai.calls import whole as whole_calls
 from quire.server.reading import Reading
 from quire.server.replies import EventStream, reply
 from quire.server.served import Served
 from quire.server.server import Server
 from quire.server.shared import bodies, conversation, fitting
 from quire.server.shared import logprobs as token_logprobs
-from quire.server.shared.answers import Envelope, Pace, Partial, Usage, collect, envelope, merged, receipt_body, timings
+from quire.server.shared.answers import Envelope, Pace, Partial, Usage, collect, envelope, receipt_body, timings
 from quire.server.shared.bodies import parse, read_json
 from quire.server.shared.compat import SAMPLING, Endpoint, Fields
 from quire.server.shared.conversation import Conversation, check_prompt, template_kwargs
 from quire.server.shared.fitting import HEADER, Fit, last_tokens
 from quire.server.shared.messages import ChatMessage, turns
 from quire.server.shared.sampling import Sampling, generation
+from quire.server.shared.texts import nested_tool, text_names
 from quire.server.shared.tools import NO_TOOLS, NOTHING, Raw, at, openai_choice, openai_tools
 
 TIERS = (None, "auto", "default")
@@ -62,6 +65,11 @@ class ChatRequest(Sampling, kw_only=True):
     service_tier: str | None = None
     prediction: msgspec.Raw = msgspec.Raw()
     truncation: str | None = None  # Quire's own here, the name that the Responses API has
+
+    @property
+    def text_tools(self) -> frozenset[str]:
+        """Names of the tools that take a text. All are checked by then."""
+        return text_names(self.tools or ())
 
     @property
     def tells_reasoning(self) -> bool:
@@ -203,7 +211,9 @@ async def _prompt(served: Served, asked: ChatRequest, said: Conversation, answer
 def _tools(asked: ChatRequest, reading: Reading) -> Tools:
     if asked.tools is None and asked.tool_choice is NOTHING:
         return NO_TOOLS
-    return openai_choice(openai_tools(asked.tools, reading), asked.tool_choice, asked.parallel_tool_calls, reading)
+    return openai_choice(
+        openai_tools(asked.tools, reading, nested_tool), asked.tool_choice, asked.parallel_tool_calls, reading
+    )
 
 
 def _documents(items: list[Raw] | None) -> list[dict[str, Any]] | None:
@@ -234,9 +244,7 @@ def _message(said: Partial, asked: ChatRequest) -> dict[str, Any]:
     if thought and asked.tells_reasoning:
         body |= {"reasoning_content": thought, "reasoning": thought}
     if calls:
-        body["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
-        ]
+        body["tool_calls"] = whole_calls(calls, asked.text_tools)
     return body
 
 
@@ -286,6 +294,7 @@ class Stream:
         self.told = told
         self.usage = Usage([len(prompt)])
         self.said = [Partial() for _ in range(n)]
+        self.calls: dict[int, CallDeltas] = {}  # of the choices that call
         self.paces = [Pace() for _ in range(n)]
         # With include_usage every chunk but the last has `usage: null`.
         self.more: dict[str, Any] = ({"usage": None} if asked.wants_usage else {}) | asked.head()
@@ -319,8 +328,11 @@ class Stream:
             delta |= {"reasoning_content": chunk.reasoning, "reasoning": chunk.reasoning}
         if chunk.text:
             delta["content"] = chunk.text
-        if chunk.calls:
-            delta["tool_calls"] = [_call_delta(part) for part in merged(chunk.calls)]
+        if chunk.calls or (chunk.finish is not None and chunk.index in self.calls):
+            if (calls := self.calls.get(chunk.index)) is None:
+                calls = self.calls[chunk.index] = CallDeltas(self.asked.text_tools)
+            if told := calls.news(chunk.calls, chunk.finish is not None):
+                delta["tool_calls"] = told
         return delta
 
     def _chunk(self, chunk: Chunk, delta: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -349,14 +361,6 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _call_delta(part: CallPart) -> dict[str, Any]:
-    """News of a call: what it is comes once, with its first part."""
-    if part.id is None:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}
-
-
 _USER = [{"role": "user", "content": "hi"}]
 COMPAT = (
     Endpoint(
@@ -380,8 +384,8 @@ COMPAT = (
                     "top_logprobs": "0 to 20; needs `logprobs`",
                     "add_generation_prompt": "true by default",
                     "chat_template_kwargs": "variables for the template; not those that the server itself sets",
-                    "tools": "functions, up to 1024; described in the prompt where the template has no place for them, told in `quire.notes`",
-                    "tool_choice": "`none`, `auto`, `required`, a function or `allowed_tools`; a demanded call is enforced",
+                    "tools": "functions and custom tools with their grammars, up to 1024; described in the prompt where the template has no place for them, told in `quire.notes`",
+                    "tool_choice": "`none`, `auto`, `required`, a tool or `allowed_tools`; a demanded call is enforced",
                     "parallel_tool_calls": "false: at most one call, enforced",
                     "reasoning_effort": "what the template can be told: an effort, or on and off; else refused",
                     "include_reasoning": "false leaves it out of the answer",

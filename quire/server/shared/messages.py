@@ -14,6 +14,7 @@ from quire.observe.errors import BadRequest
 from quire.server.reading import Reading
 from quire.server.served import Served
 from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
+from quire.server.shared.texts import arguments_with
 from quire.server.shared.tools import at
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -65,6 +66,23 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     type: str | None = None
     index: int | None = None  # of a stream
     provider_specific_fields: Any = None  # litellm's notes, of no effect
+
+
+class CalledText(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_calls[].custom`."""
+
+    name: str
+    input: str
+
+
+class TextCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call of a `custom` tool in `tool_calls[]`."""
+
+    custom: CalledText
+    type: str
+    id: str | None = None
+    index: int | None = None
+    provider_specific_fields: Any = None
 
 
 class _Kind(msgspec.Struct):
@@ -134,9 +152,14 @@ def _calls(where: str, items: list[msgspec.Raw], history: History, reading: Read
     for j, raw in enumerate(items):
         place = f"{where}.tool_calls[{j}]"
         kind = at(place, raw, _Kind).type
+        if kind == "custom":
+            said: TextCall = at(place, raw, TextCall, reading)
+            text = arguments_with(said.custom.input)
+            made.append(history.called(f"{place}.custom", said.id, said.custom.name, text))
+            continue
         if kind not in (None, "function"):
             raise BadRequest(
-                f"{place}.type is {kind[:64]!r}: only function calls are supported",
+                f"{place}.type is {kind[:64]!r}: only function and custom calls are supported",
                 param=f"{place}.type",
                 code="unsupported_content",
             )

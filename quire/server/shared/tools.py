@@ -8,8 +8,8 @@ tool's schema can enforce is the engine's answer, not ours: here it is only know
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME}}}")
 NO_TOOLS = Tools(choice="none")
 
 Raw = msgspec.Raw
+ReadTool: TypeAlias = Callable[[str, Raw, Reading], Tool]  # a tool of a request, with its place in it
 NOTHING = Raw()  # a field that did not come; null is one that did, and means the same
 
 
@@ -64,11 +65,18 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     type: str = "function"
 
 
+class NamedText(msgspec.Struct, forbid_unknown_fields=True):
+    """The same of a `custom` tool."""
+
+    custom: Named
+    type: str
+
+
 class Allowed(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_choice.allowed_tools`."""
 
     mode: str
-    tools: list[NamedTool]
+    tools: list[Raw]
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
@@ -188,17 +196,21 @@ def told_in_words(served: Served) -> str | None:
 # OpenAI's shape
 
 
-def openai_tools(items: Sequence[Raw] | None, reading: Reading) -> list[Tool]:
-    """`tools` as OpenAI and Ollama write them."""
+def openai_tools(items: Sequence[Raw] | None, reading: Reading, custom: ReadTool | None = None) -> list[Tool]:
+    """`tools` as OpenAI and Ollama write them. `custom` reads those of that type, where an API has them."""
     items = items or ()
     check_count(items)
     made: list[Tool] = []
     for i, raw in enumerate(items):
         where = f"tools[{i}]"
         kind = at(where, raw, Kind).type
+        if kind == "custom" and custom is not None:
+            made.append(custom(where, raw, reading))
+            continue
         if kind not in (None, "function"):
+            known = "only function tools are" if custom is None else "only function and custom tools are"
             refusal = BadRequest(
-                f"{where}.type is {kind[:64]!r}: only function tools are supported",
+                f"{where}.type is {kind[:64]!r}: {known} supported",
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
@@ -230,23 +242,29 @@ def openai_choice(tools: Sequence[Tool], raw: Raw, parallel: bool | None, readin
         return worded
     kind = at(where, raw, Kind).type
     if kind == "allowed_tools":
-        return _allowed(tools, at(where, raw, AllowedTools, reading).allowed_tools, parallel)
-    if kind not in (None, "function"):
+        return _allowed(tools, at(where, raw, AllowedTools, reading).allowed_tools, parallel, reading)
+    if kind not in (None, "function", "custom"):
         raise BadRequest(
-            f"{where}.type is {kind[:64]!r}: it must be function or allowed_tools",
+            f"{where}.type is {kind[:64]!r}: it must be function, custom or allowed_tools",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    return choose(tools, "named", at(where, raw, NamedTool, reading).function.name, parallel)
+    return choose(tools, "named", _named(where, raw, reading), parallel)
 
 
-def _allowed(tools: Sequence[Tool], allowed: Allowed, parallel: bool | None) -> Tools:
+def _named(where: str, raw: Raw, reading: Reading) -> str:
+    if at(where, raw, Kind).type == "custom":
+        return at(where, raw, NamedText, reading).custom.name
+    return at(where, raw, NamedTool, reading).function.name
+
+
+def _allowed(tools: Sequence[Tool], allowed: Allowed, parallel: bool | None, reading: Reading) -> Tools:
     """Only those tools, shown to the model and callable."""
     where = "tool_choice.allowed_tools"
     if allowed.mode not in ("auto", "required"):
         raise BadRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
     check_count(allowed.tools, f"{where}.tools")
-    names = {one.function.name for one in allowed.tools}
+    names = {_named(f"{where}.tools[{i}]", one, reading) for i, one in enumerate(allowed.tools)}
     unknown = names - {one.name for one in tools}
     if unknown:
         raise BadRequest(

@@ -107,7 +107,7 @@ def rows_of(*verdicts: str) -> list[Any]:
 
 @pytest.mark.parametrize(("endpoint", "rows"), rows_of(NEUTRAL, REFUSED))
 async def test_what_is_refused_is_a_400_that_names_it(endpoint: Endpoint, rows: list[Row]):
-    completer = FakeCompleter()
+    completer = FakeCompleter(context=1000)  # which a request to summarize fits, too
     async with client_for(completer) as http:
         for row in rows:
             r = await send(http, endpoint, body_with(endpoint, row, ASKS if row.verdict == NEUTRAL else row.probe))
@@ -120,7 +120,7 @@ async def test_what_is_refused_is_a_400_that_names_it(endpoint: Endpoint, rows: 
 
 @pytest.mark.parametrize(("endpoint", "rows"), rows_of(NO_EFFECT))
 async def test_what_has_no_effect_is_taken_with_any_value(endpoint: Endpoint, rows: list[Row]):
-    completer = FakeCompleter()
+    completer = FakeCompleter(context=1000)
     async with client_for(completer) as http:
         await send(http, endpoint, body_with(endpoint, Row("model", HONOURED), MODEL))
         for row in rows:
@@ -132,7 +132,7 @@ async def test_what_has_no_effect_is_taken_with_any_value(endpoint: Endpoint, ro
 
 @pytest.mark.parametrize(("endpoint", "rows"), rows_of(HONOURED))
 async def test_null_is_the_default_and_an_unknown_field_is_named(endpoint: Endpoint, rows: list[Row]):
-    async with client_for(strict=True) as http:
+    async with client_for(FakeCompleter(context=1000), strict=True) as http:
         r = await send(http, endpoint, body_with(endpoint, Row("surprise", HONOURED), 1))
         assert r.status_code in (400, 422) and "surprise" in r.text, r.text
         needed = set(endpoint.example)

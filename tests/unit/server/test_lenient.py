@@ -75,7 +75,7 @@ async def test_an_unknown_field_of_any_route_is_ignored_and_told(endpoint: Endpo
     known = Row("model", HONOURED) if "model" in endpoint.example else None
     for inside in insides:
         name = f"{inside}.surprise" if inside else "surprise"
-        asked = FakeCompleter(), FakeCompleter()
+        asked = FakeCompleter(context=1000), FakeCompleter(context=1000)
         async with client_for(asked[0]) as http:
             await send(http, endpoint, body_with(endpoint, known, MODEL) if known else endpoint.example)
         async with client_for(asked[1]) as http:
@@ -287,7 +287,7 @@ async def test_strict_refusals_say_what_was_meant():
 
 @pytest.mark.parametrize(("endpoint", "rows"), rows_of(NEUTRAL))
 async def test_lenient_ignores_what_cannot_be_honoured_and_tells_it(endpoint: Endpoint, rows: list[Row]):
-    async with client_for(FakeCompleter()) as http:
+    async with client_for(FakeCompleter(context=1000)) as http:
         http.headers.update(LENIENT)
         for row in rows:
             r = await send(http, endpoint, body_with(endpoint, row, ASKS))
@@ -299,12 +299,14 @@ async def test_lenient_ignores_what_cannot_be_honoured_and_tells_it(endpoint: En
 
 SCHEMA = {"type": "object"}
 EXCUSED: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}, TOOL]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "mcp", "mcp": {"name": "x"}}, TOOL]}, "tools[0].type"),
     (CHAT, {"service_tier": "flex"}, "service_tier"),
     (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     (CHAT, {"documents": [{"text": "x"}]}, "documents"),
     (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
-    (RESPONSES, {"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+    (RESPONSES, {"tools": [{"type": "file_search"}]}, "tools[0].type"),
+    (RESPONSES, {"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]}, "tools[0].environment.type"),
+    (RESPONSES, {"context_management": [{"type": "later"}]}, "context_management.type"),
     (RESPONSES, {"n": 2, "response_format": {"type": "json_object"}}, "response_format, n"),
     (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     (MESSAGES, {"mcp_servers": [{"url": "x"}], "container": "c"}, "mcp_servers, container"),
@@ -332,6 +334,111 @@ async def test_lenient_leaves_out_what_does_not_run_here(path: str, more: dict[s
         assert plain.status_code == 200
     first, second = completer.seen
     assert (first.prompt, first.constraint, first.sampling.n) == (second.prompt, second.constraint, 1)
+
+
+INSIDE: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function", "name": "f", "zz": 1}]}, "tools[0].zz"),
+    ({"tools": [{"type": "custom", "name": "f", "zz": 1}]}, "tools[0].zz"),
+    ({"tools": [{"type": "custom", "name": "f", "format": {"type": "text", "zz": 1}}]}, "tools[0].format.zz"),
+    (
+        {
+            "tools": [
+                {
+                    "type": "custom",
+                    "name": "f",
+                    "format": {"type": "grammar", "syntax": "regex", "definition": "a", "zz": 1},
+                }
+            ]
+        },
+        "tools[0].format.zz",
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "zz": 1, "tools": [{"type": "function", "name": "f", "yy": 1}]}]},
+        "tools[0].zz, tools[0].tools[0].yy",
+    ),
+    ({"tools": [{"type": "shell", "zz": 1}]}, "tools[0].zz"),
+    ({"tools": [{"type": "tool_search", "execution": "client", "zz": 1}]}, "tools[0].zz"),
+    (
+        {
+            "tools": [{"type": "function", "name": "f"}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "zz": 1,
+                "tools": [{"type": "function", "name": "f"}],
+            },
+        },
+        "tool_choice.zz",
+    ),
+    ({"reasoning": {"zz": 1}, "text": {"format": {"type": "text", "zz": 1}}}, "reasoning.zz, text.format.zz"),
+    ({"context_management": [{"type": "compaction", "compact_threshold": 99, "zz": 1}]}, "context_management[0].zz"),
+    (
+        {"input": [{"role": "user", "zz": 1, "content": [{"type": "input_text", "text": "hi", "zz": 1}]}]},
+        "input[0].zz, input[0].content[0].zz",
+    ),
+    (
+        {"input": [{"role": "user", "content": "hi"}, {"type": "configuration_update", "reasoning": {"zz": 1}}]},
+        "input[1].reasoning.zz",
+    ),
+    (
+        {
+            "input": [
+                {"role": "user", "content": "hi"},
+                {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "f", "zz": 1}]},
+            ]
+        },
+        "input[1].tools[0].zz",
+    ),
+    (
+        {
+            "input": [
+                {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"], "zz": 1}},
+                {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "x", "zz": 1}]},
+            ]
+        },
+        "input[0].action.zz, input[1].output[0].zz",
+    ),
+    (
+        {
+            "input": [
+                {
+                    "type": "apply_patch_call",
+                    "call_id": "c",
+                    "operation": {"type": "delete_file", "path": "x", "zz": 1},
+                },
+                {"type": "apply_patch_call_output", "call_id": "c", "status": "completed"},
+            ]
+        },
+        "input[0].operation.zz",
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "names"), INSIDE, ids=[f"{next(iter(m))} {n}" for m, n in INSIDE])
+async def test_unknown_fields_inside_of_a_response_are_ignored_and_told(more: dict[str, Any], names: str):
+    """The prompt is what it is without them, and a strict request is refused by the name of the first."""
+    completer = caller()
+    body = BODIES[RESPONSES] | more
+    known = without(body)
+    async with client_for(completer) as http:
+        r = await http.post(RESPONSES, json=body)
+        assert r.status_code == 200 and r.headers[HEADER] == names, r.text
+        assert [note.partition(":")[0] for note in r.json()["quire"]["notes"]] == names.split(", ")
+        plain = await http.post(RESPONSES, json=known)
+        assert plain.status_code == 200 and HEADER not in plain.headers, plain.text
+        strict = await http.post(RESPONSES, json=body, headers={"x-quire-strict": "true"})
+        assert strict.status_code == 400 and strict.json()["error"]["param"].endswith(("zz", "yy")), strict.text
+    first, second = completer.seen
+    assert (first.prompt, first.constraint) == (second.prompt, second.constraint)
+
+
+def without(value: Any) -> Any:
+    """A body without what nobody knows."""
+    if isinstance(value, list):
+        return [without(one) for one in value]
+    if isinstance(value, dict):
+        return {name: without(one) for name, one in value.items() if name not in ("zz", "yy")}
+    return value
 
 
 # Hostile bodies

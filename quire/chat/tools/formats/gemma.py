@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.marked import Marked, Think, schema_of
+from quire.chat.tools.marked import Marked, Think, bare_text, schema_of
 from quire.chat.tools.named import NAME as NAMES
 from quire.chat.tools.probe import RenderedTurns
 from quire.chat.tools.reader import Read, Stops, Text
-from quire.chat.tools.types import Tool, Tools
+from quire.chat.tools.types import TEXT, Tool, Tools
 from quire.chat.tools.values import literal, types_of
 from quire.engine.types import Constraint
 from quire.observe.errors import BadRequest
@@ -73,7 +73,12 @@ class GemmaSection:
     def write(self, g: Lark, tools: list[tuple[Tool, bool]], many: bool) -> str:
         each: list[str] = []
         for tool, counts in tools:
-            inside = _written(g, schema_of(tool, True), tool.name) if counts else f'"{{" {_anything(g)[1]}? "}}"'
+            if counts and tool.grammar is not None:
+                inside = f'"{{" {g.text(f"{TEXT}:{QUOTE}")} {bare_text(g, tool, QUOTE)} "}}"'
+            elif counts:
+                inside = _written(g, schema_of(tool, True), tool.name)
+            else:
+                inside = f'"{{" {_anything(g)[1]}? "}}"'
             each.append(f"{g.text(f'call:{tool.name}')} {inside} {g.text(CLOSE)}")
         call = g.rule(any_of(each))
         return f"{call} ({g.text(OPEN)} {call})*" if many else call

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.marked import DEFINED, Marked, Think, listed
+from quire.chat.tools.marked import DEFINED, Marked, Think, bare_text, listed
 from quire.chat.tools.probe import RenderedTurns
 from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
@@ -124,7 +124,7 @@ def _written(g: Lark, tool: Tool, counts: bool) -> str:
             if extra:
                 raise BadRequest(f"tools: the keyword {extra[0]} of {key} cannot be enforced here", param="tools")
             options = [g.text(v) for v in inner.get("enum", ()) if isinstance(v, str)]
-            text += f"{any_of(options)} {g.text(END_ARGUMENT)}" if options else g.until(END_ARGUMENT)
+            text += f"{any_of(options)} {g.text(END_ARGUMENT)}" if options else bare_text(g, tool, END_ARGUMENT)
         else:
             part = Constraint(kind="json_schema", text=json.dumps(inner), param=f"tools: {tool.name}")
             text += f"{g.part(part)} {g.text(END_ARGUMENT)}"

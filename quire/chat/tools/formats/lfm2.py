@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.marked import DEFINED, Marked, listed
+from quire.chat.tools.marked import DEFINED, Marked, json_text, listed
 from quire.chat.tools.probe import RenderedTurns
 from quire.chat.tools.pythonic import read_call
 from quire.chat.tools.reader import Read, Text
@@ -81,6 +81,8 @@ def _written(g: Lark, tool: Tool, counts: bool) -> str:
 
 
 def _value(g: Lark, tool: Tool, inner: Any) -> list[str]:
+    if tool.grammar is not None:
+        return [json_text(g, tool.grammar)]
     part = Constraint(kind="json_schema", text=json.dumps(inner), param=f"tools: {tool.name}")
     made = [g.part(part)]
     if isinstance(inner, dict):

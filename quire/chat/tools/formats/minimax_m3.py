@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.chat.tools.detect import header_of, think_of
 from quire.chat.tools.lark import Cut, Lark, any_of
-from quire.chat.tools.marked import Marked, Think, listed
+from quire.chat.tools.marked import Marked, Think, bare_text, listed
 from quire.chat.tools.probe import RenderedTurns
 from quire.chat.tools.reader import Read, Stops, Text
 from quire.chat.tools.types import Tool, Tools
@@ -99,7 +99,7 @@ def _element(g: Lark, tool: Tool, key: str, schema: Any, depth: int = 0) -> str:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         return f"{start} {any_of([g.text(v if isinstance(v, str) else json.dumps(v)) for v in values])} {end}"
     if kind == "string":
-        return f"{start} {g.until(NS)} {g.text(f'</{key}>')}"
+        return f"{start} {bare_text(g, tool, NS)} {g.text(f'</{key}>')}"
     if kind == "array":
         item = g.rule(_element(g, tool, "item", schema.get("items"), depth + 1))
         return f"{start} {item}{{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}} {end}"

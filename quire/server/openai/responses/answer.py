@@ -11,18 +11,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from quire.chat.types import Call, CallPart, Chunk
 from quire.engine.types import Receipt
 from quire.observe.errors import QuireError
 from quire.server import errors
 from quire.server.feed import News
-from quire.server.openai.responses.items import Item, new_id, seal
+from quire.server.openai.responses.calls import CALLS, CUSTOM, FUNCTION, SEARCH, Item, Known
+from quire.server.openai.responses.items import new_id
+from quire.server.openai.responses.opened import Opened, OpenSummary, OpenText, Told, open_call
 from quire.server.shared import logprobs as token_logprobs
 from quire.server.shared.answers import Thoughts, arguments_of, receipt_body
 
 Event = dict[str, Any]
+
+
+class Searching(Protocol):
+    """Searches for tools that are done here."""
+
+    prompted: int  # tokens of further prompts, which searches made
+
+    def find(self, arguments: Any) -> list[Item]:
+        """The tools that the next search finds."""
+        ...
+
+    def told(self) -> dict[str, Any]:
+        """Quire's own fields about the prompts that searches made."""
+        ...
 
 
 class Answer:
@@ -37,7 +53,9 @@ class Answer:
         logprobs: bool,
         sealed: bool,
         told: bool,
-        spaces: Mapping[str, tuple[str, str]],
+        known: Mapping[str, Known],
+        compacts: bool = False,
+        searches: Searching | None = None,
     ):
         self._body = body
         self._prompt = prompt
@@ -45,10 +63,12 @@ class Answer:
         self._logprobs = logprobs
         self._sealed = sealed  # reasoning items carry themselves wrapped up
         self._told = told  # receipts are asked for
-        self._spaces = spaces  # namespace and name of functions that the model knows by one name
+        self._known = known  # what the model's names of tools stand for
+        self._compacts = compacts  # the text is a summary of the conversation, and becomes one item
+        self._searches = searches  # for tools, where those are done here
         self._number = 0
         self._items: list[Item] = []  # whole ones
-        self._open: _Open | None = None
+        self._open: Opened | None = None
         self._calls = 0  # begun so far
         self._thoughts = Thoughts()
         self._tokens = 0
@@ -97,7 +117,15 @@ class Answer:
 
     def closing(self) -> Iterable[Event]:
         """The events of a response that ended as it should, or for want of tokens."""
-        cut = self._finish == "length"
+        cut = self._finish == "length" and not self._compacts  # a summary that is cut is one still
+        if self._compacts and (self._open is None or self._open.kind != "compaction"):
+            raise QuireError("the model wrote no summary", cure="try again, or go on with the conversation as it is")
+        if self._compacts and self._finish == "length":
+            self._note(f"the summary was cut after {self._tokens} tokens")
+        if self._searches is not None and (told := self._searches.told()):
+            for note in told.pop("notes"):
+                self._note(note)
+            self._body["quire"] |= told
         if not self._items and self._open is None:
             yield from self._switch("message")
         yield from self._close("incomplete" if cut or self._half_a_call() else "completed")
@@ -111,6 +139,10 @@ class Answer:
         else:
             self._body |= {"status": "completed", "completed_at": int(time.time())}
             yield self._event("response.completed", response=self.body())
+
+    def _note(self, note: str) -> None:
+        told = self._body.get("quire", {})
+        self._body["quire"] = told | {"notes": [*told.get("notes", ()), note]}
 
     def failing(self, error: QuireError) -> Iterable[Event]:
         """The events of a response that did not end as it should."""
@@ -148,12 +180,12 @@ class Answer:
         self._tokens += len(chunk.tokens)
         self._thoughts.add(chunk)
         entries = self._entries(chunk)
-        if chunk.reasoning:
+        if chunk.reasoning and not self._compacts:
             yield from self._switch("reasoning")
-            yield from self._delta(chunk.reasoning)
+            yield from self._take(chunk.reasoning)
         if chunk.text:
-            yield from self._switch("message")
-            yield from self._delta(chunk.text, entries)
+            yield from self._switch("compaction" if self._compacts else "message")
+            yield from self._take(chunk.text, entries)
         for part in chunk.calls:
             yield from self._call(part)
         if chunk.finish is not None:
@@ -175,140 +207,77 @@ class Answer:
         if self._open is not None and self._open.kind == kind:
             return
         yield from self._close("completed")
-        self._open = _Open(kind, new_id(kind), len(self._items))
-        yield from self._opened(self._open)
+        index = len(self._items)
+        self._open = (
+            OpenSummary(index) if kind == "compaction" else OpenText(kind, index, self._summarized, self._sealed)
+        )
+        yield from self._tell(self._open.begin())
 
     def _call(self, part: CallPart) -> Iterator[Event]:
         if part.index == self._calls:
             yield from self._close("completed")
             self._calls += 1
-            item = new_id("function_call")
-            call = part.id or f"call_{item.partition('_')[2]}"
-            space, name = self._spaces.get(part.name or "", ("", part.name or ""))
-            self._open = _Open("function_call", item, len(self._items), call, name, space)
-            yield from self._opened(self._open)
-        if self._open is None or self._open.kind != "function_call" or part.index != self._calls - 1:
+            known = self._known.get(part.name or "") or Known(name=part.name or "")
+            self._open = open_call(len(self._items), known, part.id)
+            yield from self._tell(self._open.begin())
+        if self._open is None or self._open.kind not in CALLS or part.index != self._calls - 1:
             raise QuireError("the answer went back to a call that was over")
         if part.arguments:
-            yield from self._delta(part.arguments)
+            yield from self._take(part.arguments)
 
-    def _opened(self, item: _Open) -> Iterator[Event]:
-        yield self._event("response.output_item.added", output_index=item.index, item=item.begun())
-        if item.kind != "function_call":
-            yield self._event("response.content_part.added", **item.at(), content_index=0, part=item.part(False))
-        if item.kind == "reasoning" and self._summarized:
-            part = {"type": "summary_text", "text": ""}
-            yield self._event("response.reasoning_summary_part.added", **item.at(), summary_index=0, part=part)
-
-    def _delta(self, text: str, entries: list[Any] | None = None) -> Iterator[Event]:
-        item = self._open
-        if item is None:
-            return
-        item.texts.append(text)
-        if item.kind == "message":
-            item.logprobs += entries or []
-            more = {"content_index": 0, "delta": text, "logprobs": entries or []}
-            yield self._event("response.output_text.delta", **item.at(), **more)
-        elif item.kind == "reasoning":
-            yield self._event("response.reasoning_text.delta", **item.at(), content_index=0, delta=text)
-            if self._summarized:
-                yield self._event("response.reasoning_summary_text.delta", **item.at(), summary_index=0, delta=text)
-        else:
-            yield self._event("response.function_call_arguments.delta", **item.at(), delta=text)
+    def _take(self, text: str, entries: list[Any] | None = None) -> Iterator[Event]:
+        if self._open is not None:
+            yield from self._tell(self._open.take(text, entries or []))
 
     def _close(self, status: str) -> Iterator[Event]:
         """The open item is whole, or cut."""
         item, self._open = self._open, None
         if item is None:
             return
-        text = "".join(item.texts)
-        done = self._done(item, status)
-        self._items.append(done)
-        if item.kind == "message":
-            more = {"content_index": 0, "text": text, "logprobs": item.logprobs}
-            yield self._event("response.output_text.done", **item.at(), **more)
-            yield self._event("response.content_part.done", **item.at(), content_index=0, part=item.part())
-        elif item.kind == "reasoning":
-            yield self._event("response.reasoning_text.done", **item.at(), content_index=0, text=text)
-            yield self._event("response.content_part.done", **item.at(), content_index=0, part=item.part())
-            if self._summarized:
-                part = done["summary"][0]
-                yield self._event("response.reasoning_summary_text.done", **item.at(), summary_index=0, text=text)
-                yield self._event("response.reasoning_summary_part.done", **item.at(), summary_index=0, part=part)
-        else:
-            more = {"name": item.name, "arguments": text}
-            yield self._event("response.function_call_arguments.done", **item.at(), **more)
-        yield self._event("response.output_item.done", output_index=item.index, item=done)
+        yield from self._tell(item.end(status))
+        if item.kind == SEARCH and self._items and self._items[-1]["type"] == "tool_search_call":
+            yield from self._searched(self._items[-1])
+
+    def _searched(self, call: Item) -> Iterator[Event]:
+        """A search that is done here has its result at once."""
+        if call["execution"] != "server" or self._searches is None:
+            return
+        head: Item = {"id": new_id("tool_search_output"), "type": "tool_search_output", "status": "completed"}
+        item = head | {"execution": "server", "call_id": None, "tools": self._searches.find(call["arguments"])}
+        at = {"output_index": len(self._items)}
+        yield from self._tell(iter([("output_item.added", at | {"item": item | {"status": "in_progress"}})]))
+        yield from self._tell(iter([("output_item.done", at | {"item": item})]))
+
+    def _tell(self, told: Told) -> Iterator[Event]:
+        """Number events. An item that is done is whole from then on."""
+        for name, fields in told:
+            if name == "output_item.done":
+                self._items.append(fields["item"])
+            yield self._event(f"response.{name}", **fields)
 
     def _half_a_call(self) -> bool:
         """A stop string ended the answer inside of a call."""
         item = self._open
-        if item is None or item.kind != "function_call":
+        if item is None or item.kind not in CALLS or item.kind == CUSTOM:
             return False
-        return arguments_of(Call(item.call, item.name, "".join(item.texts))) is None
+        done = item.done("incomplete")
+        return done is None or (item.kind == FUNCTION and arguments_of(Call("", "", done["arguments"])) is None)
 
     def _abandon(self) -> None:
         """Keep open items as far as they came, without events."""
-        if self._open is not None:
-            self._items.append(self._done(self._open, "incomplete"))
-            self._open = None
+        if self._open is not None and (item := self._open.done("incomplete")) is not None:
+            self._items.append(item)
+        self._open = None
         self._body["usage"] = self._usage()
 
-    def _done(self, item: _Open, status: str) -> Item:
-        done = item.begun() | {"status": status}
-        text = "".join(item.texts)
-        if item.kind == "function_call":
-            return done | {"arguments": text}
-        done["content"] = [item.part()]
-        if item.kind == "reasoning":
-            if self._summarized:
-                done["summary"] = [{"type": "summary_text", "text": text}]
-            if self._sealed:
-                done["encrypted_content"] = seal(text)
-        return done
-
     def _usage(self) -> dict[str, Any]:
+        prompt = self._prompt + (0 if self._searches is None else self._searches.prompted)
         cached = 0 if self._receipt is None else self._receipt.cached_tokens
         return {
-            "input_tokens": self._prompt,
+            "input_tokens": prompt,
             # Prefixes are kept without a price of their own: nothing is counted as written.
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": self._tokens,
             "output_tokens_details": {"reasoning_tokens": self._thoughts.tokens},
-            "total_tokens": self._prompt + self._tokens,
+            "total_tokens": prompt + self._tokens,
         }
-
-
-class _Open:
-    """An item on its way."""
-
-    def __init__(self, kind: str, id: str, index: int, call: str = "", name: str = "", space: str = ""):
-        self.kind = kind
-        self.id = id
-        self.index = index
-        self.call = call
-        self.name = name
-        self.space = space  # the namespace that the name is of
-        self.texts: list[str] = []
-        self.logprobs: list[Any] = []
-
-    def at(self) -> dict[str, Any]:
-        """The fields by which an event names its item."""
-        return {"item_id": self.id, "output_index": self.index}
-
-    def begun(self) -> Item:
-        """The item with nothing in it."""
-        head: Item = {"id": self.id, "type": self.kind, "status": "in_progress"}
-        if self.kind == "message":
-            return head | {"role": "assistant", "content": []}
-        if self.kind == "reasoning":
-            return head | {"summary": [], "content": []}
-        space = {"namespace": self.space} if self.space else {}
-        return head | {"call_id": self.call, "name": self.name, **space, "arguments": ""}
-
-    def part(self, whole: bool = True) -> dict[str, Any]:
-        """The one content part of the item."""
-        text = "".join(self.texts) if whole else ""
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}

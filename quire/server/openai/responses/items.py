@@ -1,8 +1,8 @@
-"""Items of the Responses API: what a client sends, checked and made whole, and the turns that they are for a template.
+"""Items of the Responses API: what a client sends, checked and made whole. `turns.py` makes turns of them.
 
-An item is a plain dict in OpenAI's shape, always with an id and a type, as it is stored and listed. Reasoning, text and calls
-that follow each other are one turn of the assistant's. Kinds that no model here can read are refused by name, and so is a
-field that would change the meaning of one that it can; fields that clients echo back empty are fine.
+An item is a plain dict in OpenAI's shape, always with an id and a type, as it is stored and listed. Kinds that no model here can read are
+refused by name. A field that is not known is ignored and told, or refused where that is asked for; one that clients echo back empty is fine. What
+OpenAI's side did in a conversation that began there (a web search) is set aside, and so is what only it can read; the answer says so.
 """
 
 from __future__ import annotations
@@ -10,32 +10,73 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Any
 
 import msgspec
 
 from quire.observe.errors import BadRequest
+from quire.server.openai.responses.calls import CALLS, OPERATIONS, OUTPUTS, Item
 from quire.server.reading import Reading
-from quire.server.served import Served
-from quire.server.shared.conversation import MAX_CALLS, History, arguments_text, check_count
+from quire.server.shared.conversation import check_count
 from quire.server.shared.tools import at
 
-Item = dict[str, Any]
-KnownAs: TypeAlias = Callable[[str | None, str], str]
-
 ROLES = ("user", "assistant", "system", "developer")
+_CALL = frozenset({"type", "id", "status", "call_id"})
 # What each kind may have; a field that is not here may come only empty.
 FIELDS: dict[str, frozenset[str]] = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
-    "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments"}),
-    "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "namespace"}),
     "reasoning": frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
+    "function_call": _CALL | {"name", "namespace", "arguments"},
+    "custom_tool_call": _CALL | {"name", "namespace", "input"},
+    "local_shell_call": _CALL | {"action"},
+    "shell_call": _CALL | {"action", "environment"},
+    "apply_patch_call": _CALL | {"operation"},
+    "tool_search_call": _CALL | {"arguments", "execution"},
+    "function_call_output": _CALL | {"output", "name", "namespace"},
+    "custom_tool_call_output": _CALL | {"output", "name", "namespace"},
+    "local_shell_call_output": _CALL | {"output"},
+    "shell_call_output": _CALL | {"output", "max_output_length"},
+    "apply_patch_call_output": _CALL | {"output"},
+    "tool_search_output": _CALL | {"tools", "execution"},
+    "additional_tools": frozenset({"type", "id", "role", "tools"}),
+    "configuration_update": frozenset({"type", "id", "reasoning", "text"}),
+    "compaction": frozenset({"type", "id", "encrypted_content"}),
+    "compaction_trigger": frozenset({"type", "id"}),
     "item_reference": frozenset({"type", "id"}),
 }
+# Other names of the same.
+ALIASES = {"compaction_summary": "compaction", "context_compaction": "compaction"}
+# What OpenAI's side did; its results are in the messages that followed.
+SET_ASIDE = (
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "mcp_list_tools",
+    "program",
+    "program_output",
+)
+# Notes on an item that change nothing for a model: who made it, and Codex's own.
+REMARKS = ("created_by", "internal_chat_message_metadata_passthrough")
+EXEC = frozenset({"type", "command", "env", "timeout_ms", "user", "working_directory"})  # of a local shell's `action`
+COMMANDS = frozenset({"commands", "timeout_ms", "max_output_length"})  # of a shell's
+CHANGE = frozenset({"type", "path", "diff"})  # of an `operation`
+RUN = frozenset({"stdout", "stderr", "outcome"})  # of what a command wrote
 PARTS = frozenset({"type", "text", "refusal", "annotations", "logprobs"})  # of a message's content
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "additional_tools": "at",
+    "configuration_update": "cfg",
+    "compaction": "cmp",
+    "compaction_trigger": "cmt",
+    **dict(CALLS.values()),
+    **OUTPUTS,
+}
+STATUSES = ("completed", "failed")
 SEAL = b"quire-reasoning:"
+SEAL_SUMMARY = b"quire-compaction:"
 MAX_ID = 128
 
 
@@ -44,20 +85,31 @@ def new_id(kind: str) -> str:
     return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
-def read(given: str | list[msgspec.Raw] | None, reading: Reading) -> list[Item]:
-    """`input` as items. References are left as they are."""
+def read(given: str | list[msgspec.Raw] | None, notes: dict[str, str], reading: Reading) -> list[tuple[str, Item]]:
+    """`input` as items, each with its place. References are left as they are. `notes` are told what is set aside."""
     if given is None:
         return []
     if isinstance(given, str):
-        return [_message("user", [{"type": "input_text", "text": given}])]
+        return [("input", message("user", [{"type": "input_text", "text": given}]))]
     check_count(given, "input")
-    return [_item(f"input[{i}]", at(f"input[{i}]", raw, dict[str, Any]), reading) for i, raw in enumerate(given)]
+    made: list[tuple[str, Item]] = []
+    for i, raw in enumerate(given):
+        where = f"input[{i}]"
+        item = at(where, raw, dict[str, Any])
+        if item.get("type") in SET_ASIDE:
+            notes[where] = f"a {item['type']} was done elsewhere; it is set aside"
+        elif (one := _item(where, item, notes, reading)) is not None:
+            if made and made[-1][1]["type"] == "compaction_trigger":
+                raise BadRequest("a compaction_trigger must be the last of the input", param=f"{made[-1][0]}.type")
+            made.append((where, one))
+    return made
 
 
-def _item(where: str, item: dict[str, Any], reading: Reading) -> Item:
+def _item(where: str, item: dict[str, Any], notes: dict[str, str], reading: Reading) -> Item | None:
     kind = item.get("type")
     if kind is None:  # a message, or a reference, in short
         kind = "message" if "role" in item else "item_reference"
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in FIELDS:
         raise BadRequest(
             f"{where}.type is {str(kind)[:64]!r}: the kinds that can be read here are {', '.join(FIELDS)}",
@@ -65,10 +117,11 @@ def _item(where: str, item: dict[str, Any], reading: Reading) -> Item:
             code="unsupported_content",
         )
     for name, value in item.items():
-        if name not in FIELDS[kind] and value and not (name == "caller" and value == {"type": "direct"}):
+        direct = name == "caller" and value == {"type": "direct"}
+        if value and not direct and name not in FIELDS[kind] and name not in REMARKS:
             _not_known(where, name, FIELDS[kind], reading)
-    made = _MAKERS[kind](where, item, reading)
-    if kind != "item_reference":
+    made = _read_reasoning(where, item, notes, reading) if kind == "reasoning" else _MAKERS[kind](where, item, reading)
+    if made is not None and kind != "item_reference":
         given = _text(where, item, "id", optional=True)
         if given is not None and not 1 <= len(given) <= MAX_ID:
             raise BadRequest(f"{where}.id must have 1 to {MAX_ID} characters", param=f"{where}.id")
@@ -87,6 +140,14 @@ def _not_known(where: str, name: str, known: Collection[str], reading: Reading) 
         ) from None
 
 
+def _known(where: str, given: dict[str, Any], known: Collection[str], reading: Reading) -> dict[str, Any]:
+    """An object of an item without what nobody here knows."""
+    for name, value in given.items():
+        if name not in known and name not in REMARKS and value:
+            _not_known(where, name, known, reading)
+    return {name: value for name, value in given.items() if name in known}
+
+
 def _text(where: str, item: dict[str, Any], name: str, optional: bool = False) -> Any:
     value = item.get(name)
     if value is None and optional:
@@ -97,7 +158,7 @@ def _text(where: str, item: dict[str, Any], name: str, optional: bool = False) -
     return value
 
 
-def _message(role: str, content: list[dict[str, Any]], id: str = "") -> Item:
+def message(role: str, content: list[dict[str, Any]], id: str = "") -> Item:
     head = {"id": id or new_id("message"), "type": "message", "status": "completed"}
     return {**head, "role": role, "content": content}
 
@@ -107,7 +168,7 @@ def _read_message(where: str, item: dict[str, Any], reading: Reading) -> Item:
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     kinds = ("output_text", "refusal") if role == "assistant" else ("input_text",)
-    return _message(role, _parts(f"{where}.content", item.get("content"), kinds, reading))
+    return message(role, _parts(f"{where}.content", item.get("content"), kinds, reading))
 
 
 def _parts(where: str, content: Any, kinds: tuple[str, ...], reading: Reading) -> list[dict[str, Any]]:
@@ -151,20 +212,134 @@ def _read_call(where: str, item: dict[str, Any], reading: Reading) -> Item:
     }
 
 
-def _read_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
+def _read_custom(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    space = _text(where, item, "namespace", optional=True)
+    return _head(where, item) | {
+        "name": _text(where, item, "name"),
+        **({"namespace": space} if space else {}),
+        "input": _text(where, item, "input"),
+    }
+
+
+def _head(where: str, item: dict[str, Any]) -> Item:
+    """What every call and every result has."""
+    call = _text(where, item, "call_id", optional=True)
+    if call is None:  # of old, a local shell's call and its result were tied by `id`
+        call = _text(where, item, "id")
+    return {"id": "", "type": item["type"], "status": "completed", "call_id": call}
+
+
+def _read_action(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    name, known = ("command", EXEC) if item["type"] == "local_shell_call" else ("commands", COMMANDS)
+    made = _head(where, item) | {"action": _known(f"{where}.action", _object(where, item, "action"), known, reading)}
+    if not isinstance(made["action"].get(name), list):
+        raise BadRequest(f"{where}.action.{name} must be a list of strings", param=f"{where}.action.{name}")
+    if item["type"] == "shell_call":
+        made["environment"] = item.get("environment") or {"type": "local"}
+    return made
+
+
+def _read_operation(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    operation = _known(f"{where}.operation", _object(where, item, "operation"), CHANGE, reading)
+    made = _head(where, item) | {"operation": operation}
+    if made["operation"].get("type") not in OPERATIONS:
+        place = f"{where}.operation.type"
+        raise BadRequest(f"{place} must be one of {', '.join(OPERATIONS)}", param=place)
+    return made
+
+
+def _read_search(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    arguments = item.get("arguments")
+    return _searched(where, item) | {"arguments": {} if arguments is None else arguments}
+
+
+def _searched(where: str, item: dict[str, Any]) -> Item:
+    execution = item.get("execution") or "client"
+    if execution not in ("client", "server"):
+        raise BadRequest(f"{where}.execution must be client or server", param=f"{where}.execution")
+    head: Item = {"id": "", "type": item["type"], "status": "completed", "execution": execution}
+    call = _text(where, item, "call_id", optional=True)
+    if call is None and execution == "client":
+        raise BadRequest(f"{where}.call_id is missing", param=f"{where}.call_id")
+    return head | {"call_id": call}
+
+
+def _read_found(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    return _searched(where, item) | {"tools": _list(where, item, "tools")}
+
+
+def _read_text_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
     output = item.get("output")
     if not isinstance(output, str):
         output = _parts(f"{where}.output", output, ("input_text",), reading)
-    head = {"id": "", "type": "function_call_output", "status": "completed"}
-    return {**head, "call_id": _text(where, item, "call_id"), "output": output}
+    return _head(where, item) | {"output": output}
 
 
-def _read_reasoning(where: str, item: dict[str, Any], reading: Reading) -> Item:
+def _read_shell_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    output = _list(where, item, "output")
+    if not all(isinstance(one, dict) for one in output):
+        raise BadRequest(f"{where}.output must be a list of objects", param=f"{where}.output")
+    output = [_known(f"{where}.output[{i}]", one, RUN, reading) for i, one in enumerate(output)]
+    made = _head(where, item) | {"output": output}
+    most = item.get("max_output_length")
+    return made if most is None else made | {"max_output_length": most}
+
+
+def _read_patch_output(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    if item.get("status") not in STATUSES:
+        raise BadRequest(f"{where}.status must be {' or '.join(STATUSES)}", param=f"{where}.status")
+    return _head(where, item) | {"status": item["status"], "output": _text(where, item, "output", optional=True)}
+
+
+def _read_more_tools(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    return {"id": "", "type": "additional_tools", "role": "developer", "tools": _list(where, item, "tools")}
+
+
+def _read_update(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    made: Item = {"id": "", "type": "configuration_update"}
+    for name in ("reasoning", "text"):
+        if item.get(name) is not None:
+            made[name] = _object(where, item, name)
+    return made
+
+
+def _read_trigger(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    return {"id": "", "type": "compaction_trigger"}
+
+
+def _read_compaction(where: str, item: dict[str, Any], reading: Reading) -> Item:
+    return {"id": "", "type": "compaction", "encrypted_content": _text(where, item, "encrypted_content")}
+
+
+def _object(where: str, item: dict[str, Any], name: str) -> dict[str, Any]:
+    value = item.get(name)
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where}.{name} must be an object", param=f"{where}.{name}")
+    return value
+
+
+def _list(where: str, item: dict[str, Any], name: str) -> list[Any]:
+    value = item.get(name)
+    if not isinstance(value, list):
+        raise BadRequest(f"{where}.{name} must be a list", param=f"{where}.{name}")
+    return value
+
+
+def _read_reasoning(where: str, item: dict[str, Any], notes: dict[str, str], reading: Reading) -> Item | None:
     summary = _parts(f"{where}.summary", item.get("summary") or [], ("summary_text",), reading)
     content = _parts(f"{where}.content", item.get("content") or [], ("reasoning_text",), reading)
     sealed = _text(where, item, "encrypted_content", optional=True)
     if sealed and not content:
-        content = [{"type": "reasoning_text", "text": unseal(f"{where}.encrypted_content", sealed)}]
+        text = unsealed(sealed, SEAL)
+        if text is not None:
+            content = [{"type": "reasoning_text", "text": text}]
+        else:
+            shown = "its summary is read in its place" if summary else "it is set aside"
+            notes[f"{where}.encrypted_content"] = (
+                f"reasoning that was not written by this server cannot be read; {shown}"
+            )
+            if not summary:
+                return None
     return {"id": "", "type": "reasoning", "status": "completed", "summary": summary, "content": content}
 
 
@@ -172,96 +347,37 @@ def _read_reference(where: str, item: dict[str, Any], reading: Reading) -> Item:
     return {"type": "item_reference", "id": _text(where, item, "id")}
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[[str, dict[str, Any], Reading], Item]] = {
     "message": _read_message,
     "function_call": _read_call,
-    "function_call_output": _read_output,
-    "reasoning": _read_reasoning,
+    "custom_tool_call": _read_custom,
+    "local_shell_call": _read_action,
+    "shell_call": _read_action,
+    "apply_patch_call": _read_operation,
+    "tool_search_call": _read_search,
+    "function_call_output": _read_text_output,
+    "custom_tool_call_output": _read_text_output,
+    "local_shell_call_output": _read_text_output,
+    "shell_call_output": _read_shell_output,
+    "apply_patch_call_output": _read_patch_output,
+    "tool_search_output": _read_found,
+    "additional_tools": _read_more_tools,
+    "configuration_update": _read_update,
+    "compaction": _read_compaction,
+    "compaction_trigger": _read_trigger,
     "item_reference": _read_reference,
 }
 
 
-def seal(text: str) -> str:
-    """Reasoning as `encrypted_content`, for clients that send nothing else back. It is no secret here: only wrapped."""
-    return base64.b64encode(SEAL + text.encode()).decode()
+def seal(text: str, mark: bytes = SEAL) -> str:
+    """A text as `encrypted_content`, for clients that send nothing else back. It is no secret here: only wrapped."""
+    return base64.b64encode(mark + text.encode()).decode()
 
 
-def unseal(where: str, sealed: str) -> str:
-    """The text that `seal` wrapped."""
+def unsealed(sealed: str, mark: bytes) -> str | None:
+    """The text that `seal` wrapped; None where it was written by somebody else."""
     try:
         data = base64.b64decode(sealed, validate=True)
-        if data.startswith(SEAL):
-            return data[len(SEAL) :].decode()
+        return data[len(mark) :].decode() if data.startswith(mark) else None
     except (binascii.Error, ValueError):
-        pass
-    raise BadRequest(
-        f"{where} was not written by this server: reasoning of another one cannot be read",
-        cure="leave the item out",
-        param=where,
-    )
-
-
-def turns(
-    served: Served, instructions: str | None, items: Sequence[Item], new_from: int, known_as: KnownAs
-) -> list[dict[str, Any]]:
-    """Items as turns for the model's template. `items[new_from:]` are the request's input, for the names in refusals; `known_as` is
-    the model's name of a function in a namespace, or in none."""
-    knows_developer = "developer" in str(getattr(served.template, "source", ""))
-    history = History()
-    made: list[dict[str, Any]] = []
-    if instructions:
-        made.append({"role": "system", "content": instructions})
-    for i, item in enumerate(items):
-        where = f"input[{i - new_from}]" if i >= new_from else "previous_response_id"
-        _add(made, where, item, history, knows_developer, known_as)
-    return _one_system(made)
-
-
-def _add(
-    made: list[dict[str, Any]], where: str, item: Item, history: History, knows_developer: bool, known_as: KnownAs
-) -> None:
-    kind = item["type"]
-    if kind == "function_call_output":
-        output = item["output"]
-        text = output if isinstance(output, str) else _joined(output)
-        made.append(history.answered(f"{where}.call_id", item["call_id"], text))
-    elif kind == "message" and item["role"] != "assistant":
-        role = "system" if item["role"] == "developer" and not knows_developer else item["role"]
-        made.append({"role": role, "content": _joined(item["content"])})
-    elif kind == "message":
-        turn = _assistant(made, ("content", "tool_calls"))
-        turn["content"] = _joined(item["content"])
-    elif kind == "reasoning":
-        thought = _joined(item["content"]) or _joined(item["summary"])
-        if thought:
-            _assistant(made, ("content", "tool_calls", "reasoning_content"))["reasoning_content"] = thought
-    else:
-        turn = _assistant(made, ())
-        calls = turn.setdefault("tool_calls", [])
-        if len(calls) >= MAX_CALLS:
-            raise BadRequest(f"{where}: a turn has at most {MAX_CALLS} calls", param=where)
-        text = arguments_text(f"{where}.arguments", item["arguments"])
-        calls.append(history.called(where, item["call_id"], known_as(item.get("namespace"), item["name"]), text))
-
-
-def _assistant(made: list[dict[str, Any]], closed_by: tuple[str, ...]) -> dict[str, Any]:
-    """The assistant's turn that goes on, or a new one where the last has any of these already."""
-    last = made[-1] if made else None
-    if last is None or last["role"] != "assistant" or any(last.get(name) for name in closed_by):
-        made.append({"role": "assistant", "content": ""})
-    return made[-1]
-
-
-def _one_system(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Instructions and what else is said to the system before anybody speaks, as one turn: templates expect one."""
-    count = 0
-    while count < len(made) and made[count]["role"] in ("system", "developer"):
-        count += 1
-    if count < 2:
-        return made
-    text = "\n\n".join(turn["content"] for turn in made[:count])
-    return [{"role": made[count - 1]["role"], "content": text}, *made[count:]]
-
-
-def _joined(parts: list[dict[str, Any]]) -> str:
-    return "\n".join(part.get("text") or part.get("refusal") or "" for part in parts)
+        return None

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.chat.types import Generation
 from quire.observe.errors import Busy, QuireError
-from quire.server.feed import KEEP_ALIVE_SECONDS, Feed
+from quire.server.feed import KEEP_ALIVE_SECONDS, Feed, Stream
 from quire.server.openai.responses.answer import Answer, Event
 from quire.server.replies import HEADERS, named_event
 from quire.server.served import Served
@@ -98,12 +98,13 @@ class Runs:
         generation: Generation,
         arrived: float,
         keep: Callable[[], Awaitable[None]],
+        stream: Stream | None = None,
     ) -> Run:
         """Start a response in the background."""
         run = Run(answer, served.caller.owner)
         run.tell(answer.created())
         self._running[answer.id] = run
-        run.task = asyncio.create_task(self._go(run, served, generation, arrived, keep))
+        run.task = asyncio.create_task(self._go(run, served, generation, arrived, keep, stream))
         return run
 
     async def cancel(self, run: Run) -> None:
@@ -126,7 +127,13 @@ class Runs:
             del self._ended[response]
 
     async def _go(
-        self, run: Run, served: Served, generation: Generation, arrived: float, keep: Callable[[], Awaitable[None]]
+        self,
+        run: Run,
+        served: Served,
+        generation: Generation,
+        arrived: float,
+        keep: Callable[[], Awaitable[None]],
+        stream: Stream | None,
     ) -> None:
         answer = run.answer
         run.entered.set()
@@ -135,7 +142,7 @@ class Runs:
             try:
                 async with self._turn:
                     run.tell(answer.begun())
-                    async with Feed(served, [generation], _nobody, arrived) as feed:
+                    async with Feed(served, [generation], _nobody, arrived, stream) as feed:
                         async for items in feed.batches():
                             run.tell(answer.news(items))
                 last = answer.closing()

@@ -20,12 +20,12 @@ ROOTS = (
     *("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse", "CreateCompletionResponse"),
     *("CreateEmbeddingResponse", "ListModelsResponse", "Model", "ErrorResponse"),
     *("OpenAIFile", "ListFilesResponse", "DeleteFileResponse", "Batch", "ListBatchesResponse"),
-    *("Response", "ResponseStreamEvent", "ResponseItemList", "TokenCountsResource"),
+    *("Response", "ResponseStreamEvent", "ResponseItemList", "TokenCountsResource", "CompactResource"),
 )
 PROSE = ("description", "example", "examples", "title", "deprecated", "externalDocs", "default")
 _ELSEWHERE = re.compile(
-    r"FileSearch|WebSearch|Computer|M[Cc][Pp]|CodeInterpreter|ImageGen|Shell|ApplyPatch|Program|ToolSearch|AdditionalTools"
-    r"|Compaction|Custom|Audio|Transcript|Image|FileContent|InputFile|LocalShell|ToolChoiceTypes|Citation|FilePath"
+    r"FileSearch|WebSearch|Computer|M[Cc][Pp]|CodeInterpreter|ImageGen|Program|Container|Skill"
+    r"|Audio|Transcript|Image|FileContent|InputFile|ToolChoiceTypes|Citation|FilePath"
     r"|Screenshot|Vector|SafetyCheck|Conversation"
 )
 

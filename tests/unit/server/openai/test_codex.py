@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from quire.chat.types import CallPart, Chunk
 from tests.unit.server.fakes import client_for
@@ -58,3 +59,49 @@ async def test_a_whole_body_of_a_model_that_only_calls():
         *("reasoning.effort", "reasoning.summary", "text.verbosity", "service_tier", "tools[2]")
     ]
     assert events[-1]["response"]["reasoning"] == {"effort": None, "summary": None}
+
+
+# What Codex sends with models that it knows: of patches, searches for tools, code mode and summaries. Long texts are cut.
+MORE: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "codex-more.json").read_text())
+SHOWN = {
+    "search": [
+        "exec_command",
+        "apply_patch",
+        "view_image",
+        "tool_search",
+        "mcp__tracker__create_ticket",
+        "mcp__tracker__delete_ticket",
+    ],
+    "found": [
+        "exec_command",
+        "apply_patch",
+        "view_image",
+        "tool_search",
+        "mcp__tracker__create_ticket",
+        "mcp__tracker__delete_ticket",
+    ],
+    "patch": ["exec_command", "apply_patch", "view_image", "tool_search"],
+    "code_mode": [
+        "functions__exec",
+        "functions__wait",
+        "clock__sleep",
+        "collaboration__followup_task",
+        "collaboration__interrupt_agent",
+    ],
+    "compaction": ["exec_command", "apply_patch", "view_image", "tool_search"],
+    "compacted": ["exec_command", "apply_patch", "view_image", "tool_search"],
+}
+LAST_ITEM = {"compaction": "compaction"}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+async def test_bodies_of_codex_with_a_model_that_it_knows(name: str):
+    completer = caller(*SCRIPT[:2], SCRIPT[-1])
+    completer.info = msgspec.structs.replace(completer.info, context=40_000)
+    async with client_for(completer) as http:
+        events = told((await http.post("/v1/responses", json=MORE[name])).text)
+    response = events[-1]["response"]
+    assert (kinds(events)[-1], response["output"][-1]["type"]) == ("completed", LAST_ITEM.get(name, "message"))
+    assert [one["function"]["name"] for one in completer.rendered[-1][1]["tools"]] == SHOWN[name]
+    grammars = [one.name for one in completer.asked[-1][0].tools if one.grammar is not None]
+    assert grammars == ([] if name == "compaction" else ["functions__exec"] if name == "code_mode" else ["apply_patch"])

@@ -64,7 +64,8 @@ def told(text: str) -> list[dict[str, Any]]:
                 assert event.keys() == {"type", "sequence_number"}
             else:
                 EVENTS[name].model_validate(event)
-                conforms_event(event)
+                if name != "response.compaction.compacting":  # in OpenAI's types, and not yet in its document
+                    conforms_event(event)
             found.append(event)
         else:
             assert not block or block.startswith(":"), block
@@ -209,19 +210,19 @@ async def test_a_summary_and_sealed_reasoning_when_asked_for():
         item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": thought["encrypted_content"]}
         back = [{"role": "user", "content": "hi"}, item, {"role": "assistant", "content": "yes"}]
         await post(http, input=back)
-        r = await http.post("/v1/responses", json=HI | {"input": [item | {"encrypted_content": "Z29v"}]})
+        alien = await post(http, input=[item | {"encrypted_content": "Z29v"}, {"role": "user", "content": "hi"}])
     assert thought["summary"] == [{"type": "summary_text", "text": "I should look."}]
     assert kinds(events)[2:13] == [
         *("output_item.added", "content_part.added", "reasoning_summary_part.added"),
         *("reasoning_text.delta", "reasoning_summary_text.delta") * 2,
         *("reasoning_text.done", "content_part.done", "reasoning_summary_text.done", "reasoning_summary_part.done"),
     ]
-    assert completer.rendered[-1][0][1] == {
+    assert completer.rendered[-2][0][1] == {
         "role": "assistant",
         "content": "yes",
         "reasoning_content": "I should look.",
     }
-    assert r.status_code == 400 and r.json()["error"]["param"] == "input[0].encrypted_content"
+    assert noted(alien) == ["input[0].encrypted_content"]  # reasoning of another server's is set aside
 
 
 async def test_log_probabilities_are_those_of_the_text():
@@ -406,17 +407,19 @@ async def test_a_hint_that_has_no_effect_is_told():
 
 
 async def test_hints_of_a_model_that_reasons():
-    """What can be told to it is; a demand that it cannot meet is refused, and so is a summary that nobody writes."""
+    """What can be told to it is; a demand that it cannot meet is refused."""
     completer = caller(*THINKS_AND_CALLS, source="{{ messages }} tools")
     async with client_for(completer) as http:
         body = await post(http, reasoning={"effort": "high", "summary": "auto"})
         off = await http.post("/v1/responses", json=HI | {"reasoning": {"effort": "none"}})
-        short = await http.post("/v1/responses", json=HI | {"reasoning": {"summary": "concise"}})
+        short = await post(http, reasoning={"summary": "concise"})
         completer.template = FakeTemplate("{{ messages }} tools reasoning_effort")
         heard = await post(http, reasoning={"effort": "high"})
     assert "always reasons" in body["quire"]["notes"][0]
     assert body["reasoning"] == {"effort": None, "summary": "auto"} and body["output"][0]["summary"]
-    assert [r.json()["error"]["param"] for r in (off, short)] == ["reasoning.effort", "reasoning.summary"]
+    assert off.json()["error"]["param"] == "reasoning.effort"
+    assert short["reasoning"]["summary"] == "detailed" and noted(short) == ["reasoning.summary"]
+    assert short["output"][0]["summary"] == body["output"][0]["summary"]
     assert "quire" not in heard and completer.rendered[-1][1]["reasoning_effort"] == "high"
 
 
@@ -642,7 +645,6 @@ def test_random_requests_are_answered_or_refused():
 async def test_other_refusals():
     async with client_for() as http:
         assert (await http.post("/v1/responses", json=HI | {"model": "gpt"})).status_code == 404
-        assert (await http.post("/v1/responses/compact", json=HI)).status_code == 501
         r = await http.post(
             "/v1/responses", content=b'{"input": ' + b"[" * 5000, headers={"content-type": "application/json"}
         )

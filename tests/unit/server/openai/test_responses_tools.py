@@ -164,7 +164,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tool_choice.tools[0].name",
     ),
     ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
-    ({"tools": [namespace("a", {"type": "custom", "name": "x"})]}, "tools[0].tools[0].type"),
+    ({"tools": [namespace("a", {"type": "shell"})]}, "tools[0].tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "x", "format": {"type": "regex"}}]}, "tools[0].format.type"),
+    (
+        {
+            "tools": [
+                {"type": "custom", "name": "x", "format": {"type": "grammar", "syntax": "gbnf", "definition": "a"}}
+            ]
+        },
+        "tools[0].format.syntax",
+    ),
+    ({"tools": [{"type": "custom", "name": "x"}, function("x")]}, "tools[1].name"),
+    ({"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]}, "tools[0].environment.type"),
+    ({"tools": [function("x", allowed_callers=["programmatic"])]}, "tools[0].allowed_callers"),
+    ({"tools": [{"type": "tool_search", "execution": "cloud"}]}, "tools[0].execution"),
+    ({"tools": [TOOL], "tool_choice": {"type": "apply_patch"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "weather"}}, "tool_choice"),
     ({"tools": [namespace("a b", function("x"))]}, "tools[0].name"),
     ({"tools": [namespace("a", function("x y"))]}, "tools[0].tools[0].name"),
     ({"tools": [namespace("a", function("x"), function("x"))]}, "tools[0].tools[1].name"),
