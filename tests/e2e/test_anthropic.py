@@ -141,7 +141,6 @@ def test_errors_are_the_clients_own(claude: Any):
     for expected, code, fields in (
         (anthropic.NotFoundError, "model_not_found", {"model": "nope"}),
         (anthropic.BadRequestError, "invalid_request", {"max_tokens": 0}),
-        (anthropic.BadRequestError, "unsupported_parameter", {"tools": [{"name": "f", "input_schema": {}}]}),
         (
             anthropic.BadRequestError,
             "unknown_parameter",
@@ -198,7 +197,7 @@ def test_claude_codes_request(start: Callable[..., Server], shared_data: Path):
             assert delta.context_management.applied_edits == []
             assert delta.usage.input_tokens + delta.usage.cache_read_input_tokens == counted.input_tokens
             notes = found[0].message.quire["notes"]
-            assert [note.split(" ")[0] for note in notes] == ["output_config.effort", "thinking:"]
+            assert [note.split(" ")[0] for note in notes] == ["system:", "output_config.effort", "thinking:"]
             cached.append(delta.usage.cache_read_input_tokens)
         assert cached[1] > 100
         results = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 1}}

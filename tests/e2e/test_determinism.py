@@ -132,7 +132,10 @@ def test_prefix_hits(model_path, requests, alone, chunk):
 def test_preemption(model_path, requests, alone, prefix_cache):
     """A pool too small for the batch: sequences are put off and resumed, and nobody can tell."""
     pages = 22 if prefix_cache else 28
-    bench = Bench(model_path, kv_memory=pages * 16 * 23040, context=320, max_batch_tokens=64, prefix_cache=prefix_cache)
+    sizes = {"kv_memory": pages * 16 * 23040, "context": 320, "max_batch_tokens": 64, "itl_slo": 0.0}
+    bench = Bench(
+        model_path, prefix_cache=prefix_cache, **sizes
+    )  # without a bound on time, so that it goes the same way each time
     assert bench.run(requests) == alone
     assert bench.engine.stats().preemptions > 0
     bench.close()

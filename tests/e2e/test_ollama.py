@@ -39,7 +39,7 @@ def test_list(llama: ollama.Client, model_path: Path):
 
 def test_show(llama: ollama.Client):
     shown = llama.show("smollm2")
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools"]  # by the general prompt
     assert shown.template and "<|im_start|>" in shown.template
     assert shown.modelinfo is not None
     assert shown.modelinfo["llama.context_length"] == 8192
