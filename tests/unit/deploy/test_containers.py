@@ -101,6 +101,8 @@ def fits(path: str, pattern: str) -> bool:
 def test_the_context_has_what_a_build_needs_and_no_more():
     assert [path for path in TRACKED if not in_context(path)] == []
     assert [path for path in KEPT_OUT if in_context(path)] == []
+    done = subprocess.run(["git", "ls-files", "native", "quire"], cwd=ROOT, capture_output=True, text=True)
+    assert [path for path in done.stdout.splitlines() if not in_context(path)] == []
 
 
 @pytest.mark.parametrize("name", FILES)
