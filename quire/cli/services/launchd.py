@@ -15,6 +15,8 @@ from typing import Any
 from quire.cli.services.plan import MARGIN, MARK, File, Service, must, run
 from quire.observe.errors import BadRequest, NotFound, QuireError
 
+UNLOAD_SECONDS = 600.0
+
 
 class Launchd:
     """Jobs of one of launchd's domains."""
@@ -84,7 +86,7 @@ class Launchd:
     def _unload(self, target: str) -> None:
         """Take the job out, and wait until it is: launchd answers before the process has drained."""
         must("launchctl", "bootout", target)
-        until = time.monotonic() + 600
+        until = time.monotonic() + UNLOAD_SECONDS
         while run("launchctl", "print", target, quiet=True) == 0:
             if time.monotonic() > until:
                 raise QuireError(f"{target} does not stop", cure="look at what it says: `quire service logs`")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import service
+from quire.cli import serve, service
 from quire.cli.app import app
-from quire.cli.services import plan, systemd
+from quire.cli.services import launchd, plan, systemd
 from quire.cli.services.launchd import Launchd
 from quire.cli.services.plan import Service
 from quire.cli.services.systemd import Systemd
@@ -27,6 +27,7 @@ NASTY = [
     'a"quote',
     "back\\slash",
     "50%",
+    "%h%n",
     "$HOME",
     "${HOME}",
     ";",
@@ -38,6 +39,7 @@ NASTY = [
     "a\\nb",
     "~",
 ]
+assert serve  # imported before a test says that this is another system: its libraries ask, too
 KEY = 's3"cret$`x\\y z'
 
 
@@ -295,6 +297,7 @@ def test_a_program_that_systemd_cannot_name():
 
 
 def test_launchd(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launchd, "UNLOAD_SECONDS", 1.0)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setenv("QUIRE_API_KEY", KEY)
     machine.answers(launchctl=1)  # `print`: no such job yet; and what follows fails, too
