@@ -164,7 +164,7 @@ class answering:
                 self.send_response(status or 500)
                 self.end_headers()
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         self.httpd = http.server.HTTPServer(("127.0.0.1", 0), Handler)
