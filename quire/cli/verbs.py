@@ -22,6 +22,7 @@ VERBS: dict[str, str] = {
     "list": "List the models on this machine.",
     "show": "Show what a model file contains, and what it takes to run.",
     "rm": "Remove models from the store.",
+    "service": "Run `quire serve` in the background, with systemd or launchd.",
     "ps": "List the servers running on this machine.",
     "bench": "Measure how fast a model runs here.",
     "doctor": "Check this machine, and say how to cure what is wrong.",

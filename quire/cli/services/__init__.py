@@ -1,0 +1,1 @@
+"""What runs `quire serve` in the background: systemd on Linux, launchd on macOS."""
