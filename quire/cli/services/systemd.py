@@ -4,8 +4,7 @@ A unit is read in three ways that differ in what they take for special: words of
 and the file of variables (quotes and backslashes, as a shell's). Each has a function here; the tests let systemd and a shell read them back.
 
 A user's manager cannot set up mount namespaces everywhere (they need unprivileged user namespaces), so a user's unit has only the
-restrictions that need none. Only the HTTP process gets SIGTERM (KillMode=mixed): an engine process that got it, too, would take the answers
-that are to be drained with it.
+restrictions that need none. Only the HTTP process gets SIGTERM (KillMode=mixed): it drains, and ends the engine process when that is done.
 """
 
 from __future__ import annotations

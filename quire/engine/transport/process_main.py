@@ -36,7 +36,9 @@ def main() -> int:
     import faulthandler
 
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and a supervisor reach the whole group: the parent drains, and tells this process when to end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline(1 << 20)
     try:
         boot = msgspec.json.decode(line, type=wire.Boot)

@@ -98,7 +98,11 @@ async def test_life_of_an_engine() -> None:
         assert "poison" in (poisoned.error or "")
         pid = c.pid
         assert pid is not None
-        os.kill(pid, signal.SIGINT)  # the terminal's Ctrl-C is not the engine's business
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # a terminal's and a supervisor's, which reach the whole group: the parent drains
+            os.kill(pid, number)
         assert tokens(await collect(c, request("after", 1))) == [2, 3, 4]
     finally:
         await c.close()
@@ -139,7 +143,7 @@ async def test_leaving_early_aborts() -> None:
         await c.close()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
 async def test_death_fails_what_it_held_and_restarts(sig: signal.Signals) -> None:
     lines = Lines()
     c = client("slow=0.01", lines=lines)
