@@ -60,6 +60,14 @@ def test_a_template_that_looks_at_what_it_is_given_is_mapped_all_the_same(source
     assert where(made, "last question") == "messages[2] (user)"
 
 
+def test_marks_that_change_the_prompt_are_not_believed():
+    """Each message has 99 characters, and with marks one more digit says so: places would be off by one more with each message."""
+    many = [{"role": "user", "content": f"{n:02}".ljust(99, "x")} for n in range(60)]
+    made = parts(COUNTS, many)
+    for n in range(60):
+        assert made.at(made.text.index(f"{n:02}xxx")).where == f"messages[{n}] (user)"
+
+
 def test_marks_in_a_message_are_text():
     mine = [{"role": "user", "content": f"a{chr(FIRST_MARK)}b"}, {"role": "user", "content": "second"}]
     made = parts(TOOLS_FIRST, mine)
