@@ -73,7 +73,7 @@ def null_device(kv: KV, sequences: int, context: int) -> Any:
 
     class Program:
         device = torch.device("cpu")
-        shares, graphs, adapts = True, False, False
+        shares, graphs, adapts, sparse = True, False, False, False
         sampler: DeviceSampler = Sampler()
         _logits = torch.zeros(max(sequences, BUDGET), VOCAB)
 

@@ -60,7 +60,10 @@ class Bench:
         from quire.config import EngineConfig, Environment
         from quire.engine.construction.build import build_engine
 
-        config = EngineConfig(path=path, backend="native", threads=threads, context=context, max_seqs=max_seqs)
+        # Without a bound on the time of steps, which the peer has none of either: whole prompts first, then tokens of all.
+        config = EngineConfig(
+            path=path, backend="native", threads=threads, context=context, max_seqs=max_seqs, itl_slo=0.0
+        )
         self.engine, self.info = build_engine(config, Environment.read())
         self._serial = 0
 
