@@ -42,6 +42,17 @@ AREAS = (
     Area(("tests/unit/server/tgi", "tests/e2e/test_tgi.py"), ("quire/server/tgi/", *SERVER)),
     Area(("tests/unit/server/openai", "tests/e2e/test_openai_responses.py"), ("quire/server/openai/", *SERVER)),
     Area(("tests/unit/chat",), ("quire/chat/",)),
+    # Tools and long conversations, with the default model behind every dialect.
+    Area(("tests/e2e/test_tools.py", "tests/e2e/test_context.py"), ("quire/chat/", "quire/server/shared/")),
+    Area(
+        (
+            "tests/unit/server/test_lenient.py",
+            "tests/unit/server/test_fitting.py",
+            "tests/unit/server/test_prefixes.py",
+        ),
+        ("quire/chat/", "quire/server/shared/", "quire/server/reading.py", "quire/server/ignored.py"),
+    ),
+    Area(("tests/e2e/test_launch.py",), ("quire/cli/launch.py", "quire/cli/agents/", "quire/cli/serve.py")),
     Area(("tests/unit/weights",), ("quire/weights/", "quire/formats/")),
     Area(("tests/unit/formats",), ("quire/formats/", "quire/layouts.py", "native/")),
     Area(("tests/unit/benchmarks",), ("benchmarks/",)),
