@@ -77,6 +77,8 @@ AREAS = (
     ),
     # Grammars against their test suites; tests/e2e/test_structured.py is in the core.
     Area(("tests/unit/engine/constraints",), ("quire/engine/constraints/",)),
+    # A whole run over a folder of safetensors; tests/unit/models/test_llama.py, which reads one, is in the core.
+    Area(("tests/e2e/test_folder.py",), ("quire/weights/", "quire/formats/", "quire/models/")),
     # An engine process that hangs, dies or is cut off; tests/e2e/test_server_faults.py is in the core.
     Area(
         ("tests/unit/engine/transport",),
